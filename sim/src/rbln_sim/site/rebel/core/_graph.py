@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turn a graph that Dynamo traced on ``rbln`` into one that runs on the host."""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from .._device import on_device
+from .._unsupported import not_simulated
+from ..ops._exact import EXACT_FUNCTIONS, EXACT_METHODS
+from ..ops.torch_custom_ops.attn import custom_kernel
+
+_TRITON_NAMESPACE = "rbln_triton_ops::"
+_COPIES_ACROSS = frozenset({"to", "cpu", torch.ops.aten._to_copy.default})
+
+
+@dataclass(frozen=True)
+class HostGraph:
+    """A graph over host tensors.
+
+    Attributes:
+        forward: Takes the graph's inputs, then ``lifted``; returns its outputs.
+        lifted: Device tensors that the traced module owned (weights, buffers).
+        output_devices: For each output its ``rbln`` device, or None when it stays
+            on the host or is no tensor.
+    """
+
+    forward: Callable[..., Sequence[Any]]
+    lifted: tuple[torch.Tensor, ...]
+    output_devices: tuple[torch.device | None, ...]
+
+
+def _example(node: Any) -> Any:
+    return node.meta.get("example_value") if isinstance(node, fx.Node) else None
+
+
+def _device_of(node: Any) -> torch.device | None:
+    example = _example(node)
+    return example.device if isinstance(example, torch.Tensor) else None
+
+
+def _on_host(argument: Any) -> Any:
+    if isinstance(argument, torch.device) and argument.type == "rbln":
+        return torch.device("cpu")
+    if isinstance(argument, str) and (
+        argument == "rbln" or argument.startswith("rbln:")
+    ):
+        return "cpu"
+    return argument
+
+
+def _operator_name(target: Any) -> str:
+    packet = getattr(target, "_overloadpacket", target)
+    return getattr(packet, "_qualified_op_name", "")
+
+
+def _lower_target(node: fx.Node) -> None:
+    """Replace what the host's own operator would compute otherwise."""
+    if node.op == "call_method":
+        exact = EXACT_METHODS.get(str(node.target))
+        if exact is not None:
+            node.op, node.target = "call_function", exact
+        return
+    name = _operator_name(node.target)
+    if name.startswith(_TRITON_NAMESPACE):
+        node.target = _named(custom_kernel(name.removeprefix(_TRITON_NAMESPACE)), name)
+    elif node.target in EXACT_FUNCTIONS:
+        node.target = EXACT_FUNCTIONS[node.target]
+
+
+def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    # fx writes the graph as Python source and needs a name for each function.
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    call.__name__ = call.__qualname__ = name.replace("::", "_").replace(".", "_")
+    return call
+
+
+def _keep_copies(graph: fx.Graph) -> None:
+    """Let a copy across devices stay a copy once both sides are host tensors."""
+    for node in list(graph.nodes):
+        if node.target not in _COPIES_ACROSS or not node.args:
+            continue
+        source, result = _device_of(node.args[0]), _device_of(node)
+        if source is None or result is None or source == result:
+            continue
+        with graph.inserting_after(node):
+            clone = graph.call_function(torch.clone, (node,))
+        clone.meta = copy.copy(node.meta)
+        node.replace_all_uses_with(clone, delete_user_cb=lambda user: user is not clone)
+
+
+class _Lifter:
+    """Makes the module's device tensors inputs of the graph."""
+
+    def __init__(self, module: fx.GraphModule, graph: fx.Graph) -> None:
+        self._module = module
+        self._graph = graph
+        self._nodes: dict[int, fx.Node] = {}
+        self.tensors: list[torch.Tensor] = []
+        placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+        self._last = placeholders[-1] if placeholders else None
+
+    def _lift(self, tensor: torch.Tensor) -> fx.Node:
+        if id(tensor) not in self._nodes:
+            before_all = self._graph._root if self._last is None else self._last
+            with self._graph.inserting_after(before_all):
+                node = self._graph.placeholder(f"lifted_{len(self.tensors)}")
+            self._nodes[id(tensor)] = self._last = node
+            self.tensors.append(tensor)
+        return self._nodes[id(tensor)]
+
+    def attribute(self, node: fx.Node) -> None:
+        value: Any = self._module
+        for part in str(node.target).split("."):
+            value = getattr(value, part)
+        if isinstance(value, fx.GraphModule):
+            raise not_simulated(
+                f"a higher-order operator with the subgraph {node.target!r}"
+            )
+        if on_device(value):
+            node.replace_all_uses_with(self._lift(value))
+            self._graph.erase_node(node)
+
+    def submodule(self, node: fx.Node) -> None:
+        module = self._module.get_submodule(str(node.target))
+        held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        device = {name: t for name, t in held.items() if on_device(t)}
+        nodes = [self._lift(t.detach()) for t in device.values()]
+        call = _named(_module_call(module, tuple(device)), f"call_{node.name}")
+        node.op, node.target = "call_function", call
+        node.args, node.kwargs = (nodes, node.args, node.kwargs), {}
+
+
+def _module_call(module: torch.nn.Module, names: Sequence[str]) -> Callable[..., Any]:
+    def call(tensors: Sequence[torch.Tensor], args: Any, kwargs: Any) -> Any:
+        held = dict(zip(names, tensors, strict=True))
+        return torch.func.functional_call(module, held, tuple(args), dict(kwargs))
+
+    return call
+
+
+def host_graph(module: fx.GraphModule) -> HostGraph:
+    """Prepare a traced graph for the host; done once a graph.
+
+    Args:
+        module: What Dynamo hands to a backend: nodes carry their fake value in
+            ``meta["example_value"]``. It is not changed.
+
+    Returns:
+        The graph with devices moved to the host, module tensors made inputs, matrix
+        products made exact and custom kernels replaced.
+
+    Raises:
+        NotImplementedError: The graph holds something that is not simulated.
+    """
+    graph = copy.deepcopy(module.graph)
+    lifter = _Lifter(module, graph)
+    _keep_copies(graph)
+    for node in list(graph.nodes):
+        node.args = fx.node.map_aggregate(node.args, _on_host)
+        node.kwargs = fx.node.map_aggregate(node.kwargs, _on_host)
+        if node.op in ("call_function", "call_method"):
+            _lower_target(node)
+        elif node.op == "get_attr":
+            lifter.attribute(node)
+        elif node.op == "call_module":
+            lifter.submodule(node)
+    outputs = graph.output_node().args[0]
+    if not isinstance(outputs, (tuple, list)):
+        raise TypeError(
+            f"a Dynamo graph returns a tuple of values, got {type(outputs).__name__}"
+        )
+    devices = tuple(
+        device if device is not None and device.type == "rbln" else None
+        for device in map(_device_of, outputs)
+    )
+    runnable = fx.GraphModule(module, graph)
+    return HostGraph(runnable.forward, tuple(lifter.tensors), devices)

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention over a paged KV cache, written for clarity.
+
+One sequence at a time, accumulated in float64: the result for a token depends on
+that token's own sequence and on nothing else, neither on the batch it is computed
+in nor on how the prompt was cut into chunks.
+"""
+
+import torch
+
+
+def write_paged(
+    cache: torch.Tensor, rows: torch.Tensor, start: int, table: list[int]
+) -> None:
+    """Write a sequence's new rows into its blocks.
+
+    Args:
+        cache: ``[NB, BS, ...]``: the cache, block and token dimension first.
+        rows: ``[L, ...]``: the new rows.
+        start: Position of the first row in the sequence.
+        table: The sequence's block ids in order. Rows beyond the table are
+            dropped: the last chunk of a prompt is padded to its full length.
+    """
+    block_size = cache.shape[1]
+    end = min(start + rows.shape[0], len(table) * block_size)
+    position = start
+    while position < end:
+        index, offset = divmod(position, block_size)
+        stop = min(end, (index + 1) * block_size)
+        cache[table[index], offset : offset + stop - position] = rows[
+            position - start : stop - start
+        ]
+        position = stop
+
+
+def read_paged(cache: torch.Tensor, length: int, table: list[int]) -> torch.Tensor:
+    """Read a sequence's first rows from its blocks.
+
+    Args:
+        cache: ``[NB, BS, ...]``.
+        length: Number of rows, at most ``len(table) * BS``.
+        table: The sequence's block ids in order.
+
+    Returns:
+        A new ``[length, ...]`` tensor in float64.
+    """
+    blocks = -(-length // cache.shape[1])
+    rows = cache[torch.tensor(table[:blocks], dtype=torch.long)]
+    return rows.flatten(0, 1)[:length].double()
+
+
+def causal_visibility(start: int, length: int, total: int) -> torch.Tensor:
+    """Which keys each query sees when it sees itself and what came before.
+
+    Args:
+        start: Position of the first query.
+        length: Number of queries.
+        total: Number of keys.
+
+    Returns:
+        A ``[length, total]`` bool tensor.
+    """
+    positions = torch.arange(start, start + length)
+    return torch.arange(total) <= positions[:, None]
+
+
+def attend(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    visible: torch.Tensor,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Softmax attention of one sequence.
+
+    Args:
+        queries: ``[H, G, L, D]``: KV heads, query heads for each, tokens, size.
+        keys: ``[H, T, D]`` in float64.
+        values: ``[H, T, DV]`` in float64.
+        scale: Factor on the scores.
+        visible: Bool, broadcastable to ``[H, G, L, T]``.
+        sinks: ``[H * G, S]`` extra logits that take probability and add nothing.
+
+    Returns:
+        ``[H, G, L, DV]`` in the queries' dtype. A query that sees no key gets 0.
+    """
+    scores = torch.matmul(queries.double(), keys[:, None].transpose(-1, -2)) * scale
+    scores = scores.masked_fill(~visible, float("-inf"))
+    total = keys.shape[1]
+    if sinks is not None:
+        heads, groups, length, _ = scores.shape
+        extra = sinks.double().reshape(heads, groups, 1, -1)
+        scores = torch.cat([scores, extra.expand(-1, -1, length, -1)], dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., :total]
+    # Without any key the softmax is 0/0; keys that are NaN must stay NaN, though.
+    weights = weights.masked_fill(~visible.any(dim=-1, keepdim=True), 0.0)
+    return torch.matmul(weights, values[:, None]).to(queries.dtype)
