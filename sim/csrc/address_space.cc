@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "address_space.h"
+
+#include <sys/mman.h>
+
+#include "refusal.h"
+
+namespace rbln_sim {
+namespace {
+
+constexpr uint64_t kReservation = 1ull << 42;
+
+}  // namespace
+
+AddressSpace& AddressSpace::instance() {
+  static AddressSpace* space = new AddressSpace();
+  return *space;
+}
+
+AddressSpace::AddressSpace() {
+  void* at = mmap(nullptr, kReservation, PROT_NONE,
+                  MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (at == MAP_FAILED) {
+    refuse(kFailure, "cannot reserve ", kReservation >> 40,
+           " TiB of addresses for the device; is `ulimit -v` set?");
+  }
+  begin_ = reinterpret_cast<uint64_t>(at);
+  end_ = begin_ + kReservation;
+  cursor_ = begin_;
+}
+
+uint64_t AddressSpace::take(uint64_t size) {
+  if (size > kReservation / 2) {
+    refuse(kFailure, "cannot reserve ", size, " bytes of device addresses");
+  }
+  const uint64_t length = (size + kAlignment - 1) / kAlignment * kAlignment + kGap;
+  std::lock_guard<std::mutex> lock(mutex_);
+  // Next fit: go on from the last range, wrap around once.
+  for (int round = 0; round < 2; ++round) {
+    for (auto next = taken_.lower_bound(cursor_);; ++next) {
+      const uint64_t limit = next == taken_.end() ? end_ : next->first;
+      if (limit >= cursor_ + length) {
+        const uint64_t base = cursor_;
+        cursor_ += length;
+        taken_.emplace(base, cursor_);
+        return base;
+      }
+      if (next == taken_.end()) break;
+      cursor_ = next->second;
+    }
+    cursor_ = begin_;
+  }
+  refuse(kFailure, "no device address range of ", size, " bytes is left");
+}
+
+void AddressSpace::give_back(uint64_t base) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  taken_.erase(base);
+}
+
+}  // namespace rbln_sim

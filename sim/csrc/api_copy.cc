@@ -1,0 +1,232 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Copies. A synchronous one orders behind the calling thread's current stream. An
+// asynchronous one needs its device bytes in device memory; otherwise it is made
+// synchronously and its handle is 0.
+#include <algorithm>
+#include <set>
+
+#include "api.h"
+#include "counters.h"
+#include "engine.h"
+#include "memory.h"
+#include "stream.h"
+
+using namespace rbln_sim;
+
+namespace {
+
+struct HostCopy {
+  char* host;
+  Range range;
+};
+
+HostCopy check_host_copy(uint64_t host, uint64_t vaddr, uint64_t bytes) {
+  if (bytes == 0) refuse(kInvalid, "a copy of 0 bytes was asked for");
+  Range range = resolve(vaddr, bytes);
+  return {host_pointer(host, bytes), std::move(range)};
+}
+
+void host_to_device(const HostCopy& copy) {
+  const Range& to = copy.range;
+  const Span target = to.allocation->host_write(to.offset, to.length);
+  copy_now({target.bytes, copy.host, to.length, target.owner, nullptr});
+}
+
+void device_to_host(const HostCopy& copy) {
+  const Range& from = copy.range;
+  const Span source = from.allocation->host_read(from.offset, from.length);
+  copy_now({copy.host, source.bytes, from.length, nullptr, source.owner});
+}
+
+void drain_for(const Range& range) {
+  drain_current_stream(range.allocation->device().id());
+}
+
+struct DeviceCopy {
+  Range from;
+  Range to;
+};
+
+DeviceCopy check_device_copy(uint64_t src, uint64_t dst, uint64_t bytes) {
+  if (bytes == 0) refuse(kInvalid, "a copy of 0 bytes was asked for");
+  return {resolve(src, bytes), resolve(dst, bytes)};
+}
+
+void device_to_device(const DeviceCopy& copy) {
+  const auto& [from, to] = copy;
+  const auto residency = from.allocation->residency();
+  const bool src_on_device = residency == Allocation::Residency::kDevice ||
+                             (residency == Allocation::Residency::kBoth &&
+                              to.allocation->on_device());
+  if (src_on_device) {
+    const Span source = from.allocation->device_read(from.offset);
+    const Span target = to.allocation->device_write(to.offset, to.length);
+    copy_now({target.bytes, source.bytes, to.length, target.owner, source.owner});
+    return;
+  }
+  if (residency == Allocation::Residency::kBoth) {
+    counters().hidden[kSrcSynced].add(from.length);
+  } else {
+    counters().hidden[kSrcNotOnDevice].add(from.length);
+    counters().reject[kRejectSrcNotOnDevice].add(from.length);
+  }
+  const Span source = from.allocation->host_read(from.offset, from.length);
+  const Span target = to.allocation->host_write(to.offset, to.length);
+  copy_now({target.bytes, source.bytes, to.length, target.owner, source.owner});
+}
+
+// The entries of a batch may be copied in any order.
+void refuse_overlap(std::vector<std::pair<uint64_t, uint64_t>> destinations) {
+  std::sort(destinations.begin(), destinations.end());
+  for (size_t i = 1; i < destinations.size(); ++i) {
+    const auto& [before, length] = destinations[i - 1];
+    if (destinations[i].first - before < length) {
+      refuse(kInvalid, "two entries of the batch write the same bytes: ", length,
+             " bytes at ", hex(before), " and ", destinations[i].second, " bytes at ",
+             hex(destinations[i].first));
+    }
+  }
+}
+
+void refuse_overlap_of(const std::vector<rbln::CopyEntry>& entries) {
+  std::vector<std::pair<uint64_t, uint64_t>> destinations;
+  destinations.reserve(entries.size());
+  for (const auto& [src, dst, bytes] : entries) destinations.emplace_back(dst, bytes);
+  refuse_overlap(std::move(destinations));
+}
+
+void drain_for(const std::vector<HostCopy>& copies) {
+  std::set<uint32_t> devices;
+  for (const HostCopy& copy : copies) {
+    devices.insert(copy.range.allocation->device().id());
+  }
+  for (const uint32_t id : devices) drain_current_stream(id);
+}
+
+}  // namespace
+
+namespace rbln {
+
+RetCode rbln_memcpy_h2v(uint64_t src, uint64_t dst, uint64_t bytes) {
+  return use(__func__, [&] {
+    const HostCopy copy = check_host_copy(src, dst, bytes);
+    drain_for(copy.range);
+    host_to_device(copy);
+  });
+}
+
+RetCode rbln_memcpy_v2h(uint64_t src, uint64_t dst, uint64_t bytes) {
+  return use(__func__, [&] {
+    const HostCopy copy = check_host_copy(dst, src, bytes);
+    drain_for(copy.range);
+    device_to_host(copy);
+  });
+}
+
+RetCode rbln_memcpy_v2v(uint64_t src, uint64_t dst, uint64_t bytes) {
+  return use(__func__, [&] {
+    const DeviceCopy copy = check_device_copy(src, dst, bytes);
+    drain_for(copy.from);
+    drain_for(copy.to);
+    device_to_device(copy);
+  });
+}
+
+RetCode rbln_memcpy_h2v_async(uint64_t src, uint64_t dst, uint64_t bytes,
+                              uint64_t* handle) {
+  return use(__func__, [&] {
+    const HostCopy copy = check_host_copy(src, dst, bytes);
+    const Range& to = copy.range;
+    if (!to.allocation->on_device()) {
+      drain_for(to);
+      host_to_device(copy);
+      out(handle) = 0;
+      return;
+    }
+    const auto stream = current_stream(to.allocation->device().id());
+    const Span target = to.allocation->device_write(to.offset, to.length);
+    out(handle) = copy_on(
+        *stream, {target.bytes, copy.host, to.length, to.allocation, nullptr});
+  });
+}
+
+RetCode rbln_memcpy_v2h_async(uint64_t src, uint64_t dst, uint64_t bytes,
+                              uint64_t* handle) {
+  return use(__func__, [&] {
+    const HostCopy copy = check_host_copy(dst, src, bytes);
+    const Range& from = copy.range;
+    const Span source = from.allocation->device_read(from.offset);
+    if (source.bytes == nullptr) {
+      drain_for(from);
+      device_to_host(copy);
+      out(handle) = 0;
+      return;
+    }
+    const auto stream = current_stream(from.allocation->device().id());
+    out(handle) = copy_on(
+        *stream, {copy.host, source.bytes, from.length, nullptr, from.allocation});
+  });
+}
+
+RetCode rbln_memcpy_v2v_async(uint64_t src, uint64_t dst, uint64_t bytes,
+                              uint64_t* handle) {
+  return use(__func__, [&] {
+    const DeviceCopy copy = check_device_copy(src, dst, bytes);
+    const auto& [from, to] = copy;
+    const bool one_device = &from.allocation->device() == &to.allocation->device();
+    const Span source = from.allocation->device_read(from.offset);
+    if (!one_device || source.bytes == nullptr) {
+      drain_for(from);
+      drain_for(to);
+      device_to_device(copy);
+      out(handle) = 0;
+      return;
+    }
+    const auto stream = current_stream(from.allocation->device().id());
+    const Span target = to.allocation->device_write(to.offset, to.length);
+    out(handle) = copy_on(*stream, {target.bytes, source.bytes, to.length,
+                                    to.allocation, from.allocation});
+  });
+}
+
+RetCode rbln_memcpy_h2v_multi(const std::vector<CopyEntry>& entries) {
+  return use(__func__, [&] {
+    std::vector<HostCopy> copies;
+    for (const auto& [src, dst, bytes] : entries) {
+      copies.push_back(check_host_copy(src, dst, bytes));
+    }
+    refuse_overlap_of(entries);
+    drain_for(copies);
+    for (const HostCopy& copy : copies) host_to_device(copy);
+  });
+}
+
+RetCode rbln_memcpy_v2h_multi(const std::vector<CopyEntry>& entries) {
+  return use(__func__, [&] {
+    std::vector<HostCopy> copies;
+    for (const auto& [src, dst, bytes] : entries) {
+      copies.push_back(check_host_copy(dst, src, bytes));
+    }
+    refuse_overlap_of(entries);
+    drain_for(copies);
+    for (const HostCopy& copy : copies) device_to_host(copy);
+  });
+}
+
+RetCode rbln_memcpy_v2v_multi(const std::vector<CopyEntry>& entries) {
+  return use(__func__, [&] {
+    std::vector<DeviceCopy> copies;
+    for (const auto& [src, dst, bytes] : entries) {
+      copies.push_back(check_device_copy(src, dst, bytes));
+    }
+    refuse_overlap_of(entries);
+    for (const DeviceCopy& copy : copies) {
+      drain_for(copy.from);
+      drain_for(copy.to);
+    }
+    for (const DeviceCopy& copy : copies) device_to_device(copy);
+  });
+}
+
+}  // namespace rbln

@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The copy engine: every byte that moves because of a call moves here, whether the
+// caller waits for it or a stream does it.
+#pragma once
+
+#include <memory>
+
+#include "stream.h"
+
+namespace rbln_sim {
+
+struct CopyJob {
+  char* dst;
+  const char* src;
+  uint64_t bytes;
+  // What must live until the job is done.
+  std::shared_ptr<const void> dst_owner;
+  std::shared_ptr<const void> src_owner;
+};
+
+/// Copy now, in the calling thread. Source and destination may overlap.
+void copy_now(const CopyJob& job);
+
+/// Queue the copy on `stream` and return its ticket.
+///
+/// In deferred mode it takes 1 to 50 ms and its destination holds poison from its start
+/// to its end, in stream order. The delay depends on the seed, the stream and the
+/// position of the copy in the stream.
+uint64_t copy_on(Stream& stream, CopyJob job);
+
+constexpr unsigned char kPoison = 0xA5;
+
+}  // namespace rbln_sim

@@ -1,0 +1,36 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * What librbln.so exports beside the symbols of the real one: for the simulated compiler
+ * and for tests. Every function returns 0 on success; on failure it prints the reason to
+ * stderr.
+ */
+#pragma once
+
+#include <stdint.h>
+
+#define RBLN_SIM_API __attribute__((visibility("default")))
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Where a compiled graph finds the device bytes [vaddr, vaddr + bytes).
+ *
+ * Makes the device copy of the whole allocation the newest (takes device memory, brings
+ * host-latest bytes down to it) and gives its address in the simulator's own memory,
+ * which stays valid until the allocation is freed. Fails as a copy of the range would,
+ * and when the device is out of memory. */
+RBLN_SIM_API int rbln_sim_device_view(uint64_t vaddr, uint64_t bytes,
+                                      uint64_t* host_out);
+
+/* A graph runs in stream order: wait until everything queued so far on the calling
+ * thread's current stream of `device` is done. */
+RBLN_SIM_API int rbln_sim_graph_begin(uint32_t device);
+
+/* Check the RBLN_SIM_* settings and the visible NPUs without opening one. On failure the
+ * reason is also stored in `reason`, cut to `capacity` bytes. */
+RBLN_SIM_API int rbln_sim_check(char* reason, uint64_t capacity);
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// RBLN_SIM_* environment variables. The other RBLN_* names belong to the vendor.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace rbln_sim {
+
+struct Settings {
+  /// RBLN_SIM_DEVICES: number of NPUs in the machine.
+  unsigned devices;
+  /// RBLN_SIM_MEMORY_GIB: memory of one NPU.
+  uint64_t memory_bytes;
+  /// RBLN_SIM_DEFERRED: asynchronous copies take a random delay.
+  bool deferred;
+  /// RBLN_SIM_SEED: seed of everything random.
+  uint64_t seed;
+  /// RBLN_SIM_OPEN_LOG: file that gets one JSON line per opened NPU; empty for none.
+  std::string open_log;
+  /// RBLN_SIM_STATE_DIR: folder of the files that mark NPUs as owned.
+  std::string state_dir;
+};
+
+/// Read the environment.
+/// Throws Refusal naming the variable if a value cannot be parsed or a variable is not
+/// supported by this version.
+Settings read_settings();
+
+/// The settings of this process, read at the first successful call.
+const Settings& settings();
+
+}  // namespace rbln_sim

@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+
+namespace rbln_sim {
+
+/// An in-order queue of work with a thread of its own, started by the first work.
+///
+/// A *ticket* is a position in the queue: work is done when `done(ticket)` holds, which
+/// is never before the work has returned and what it kept alive was released.
+class Stream : public std::enable_shared_from_this<Stream> {
+ public:
+  explicit Stream(uint64_t handle) : handle_(handle) {}
+  Stream(const Stream&) = delete;
+  Stream& operator=(const Stream&) = delete;
+
+  uint64_t handle() const { return handle_; }
+  uint32_t device() const { return static_cast<uint32_t>(handle_ >> 32); }
+
+  /// Queue `work` and return its ticket. Throws Refusal if no thread can be started.
+  uint64_t submit(std::function<void()> work);
+  /// The ticket of the newest work; 0 if there never was any.
+  uint64_t newest() const { return submitted_.load(std::memory_order_acquire); }
+  bool done(uint64_t ticket) const {
+    return completed_.load(std::memory_order_acquire) >= ticket;
+  }
+  void wait(uint64_t ticket);
+
+ private:
+  void start();
+  void run();
+
+  const uint64_t handle_;
+  std::mutex mutex_;
+  std::condition_variable work_ready_;
+  std::condition_variable progress_;
+  std::deque<std::function<void()>> queue_;
+  std::atomic<uint64_t> submitted_{0};
+  std::atomic<uint64_t> completed_{0};
+  bool started_ = false;
+};
+
+// A stream's handle holds its device in the upper 32 bits and its number there in the
+// lower ones; torch-rbln takes them apart. Number 0 is the device's default stream.
+
+/// Make a stream. Throws Refusal if there is no such device.
+std::shared_ptr<Stream> create_stream(uint32_t device);
+/// Throws Refusal if there is no such stream.
+std::shared_ptr<Stream> find_stream(uint64_t handle);
+/// The calling thread's current stream of `device`.
+std::shared_ptr<Stream> current_stream(uint32_t device);
+void set_current_stream(uint32_t device, uint64_t handle);
+
+/// Wait until everything queued so far on the calling thread's current stream is done.
+void drain_current_stream(uint32_t device);
+/// The same for all streams of `device`.
+void drain_device(uint32_t device);
+
+}  // namespace rbln_sim
