@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rebellions (RBLN) NPUs: detection and capabilities.
+
+torch-rbln adds ``torch.rbln`` when torch is imported. Nothing here opens an NPU:
+an NPU that another process holds still counts as one, and the reason it can't be
+used comes with the worker's first use of it.
+
+The backend serves *engine-driven* multiprocess transfers only: torch-rbln can share
+neither events nor tensors with another process, which LMCache-driven ones need.
+"""
+
+# Future
+from __future__ import annotations
+
+# Standard
+from typing import TYPE_CHECKING
+import importlib.util
+import os
+
+# First Party
+from lmcache.logging import init_logger
+from lmcache.v1.platform.base.device_spec import DeviceSpec
+
+if TYPE_CHECKING:
+    # First Party
+    from lmcache.v1.platform.base.device_ops import DeviceOps
+
+logger = init_logger(__name__)
+
+_BACKEND_ENV_VAR = "LMCACHE_DEVICE_BACKEND"
+
+
+class RblnDeviceSpec(DeviceSpec):
+    """Rebellions NPUs through ``torch.rbln``."""
+
+    _warned = False
+
+    def __init__(self) -> None:
+        """Describe RBLN.
+
+        Raises:
+            RuntimeError: If torch can't be imported because torch-rbln lacks its
+                runtime. LMCache's scan for devices hides the first failure, and later
+                ones no longer tell the reason.
+        """
+        try:
+            # Third Party
+            import torch  # noqa: F401
+        except ModuleNotFoundError:
+            # LMCache's CLI works without torch.
+            pass
+        except Exception as exc:
+            reason = _runtime_problem() or exc
+            raise RuntimeError(f"torch can't be imported: {reason}") from exc
+
+    @property
+    def device_type(self) -> str:
+        """The torch device type, ``rbln``."""
+        return "rbln"
+
+    @property
+    def torch_module_name(self) -> str:
+        """The torch module, ``torch.rbln``."""
+        return "rbln"
+
+    @property
+    def ops_cls(self) -> type[DeviceOps]:
+        """The device operations, imported on first use."""
+        # First Party
+        from lmcache.v1.platform.devices.rbln.device_ops import RblnDeviceOps
+
+        return RblnDeviceOps
+
+    def is_available(self) -> bool:
+        """Tell whether LMCache can run on RBLN here, without opening an NPU.
+
+        Returns:
+            True if torch-rbln, its runtime and at least one NPU are there. False
+            otherwise, with one warning that says why if torch-rbln is installed.
+
+        Raises:
+            RuntimeError: If RBLN is not available although
+                ``LMCACHE_DEVICE_BACKEND=rbln`` asks for it.
+        """
+        reason = _unavailable_reason()
+        if reason is None:
+            return True
+        if os.environ.get(_BACKEND_ENV_VAR, "").strip().lower() == "rbln":
+            raise RuntimeError(
+                f"{_BACKEND_ENV_VAR}=rbln, but {reason}. Fix that, or unset "
+                f"{_BACKEND_ENV_VAR} to let LMCache choose another device"
+            )
+        if not self._warned and importlib.util.find_spec("torch_rbln") is not None:
+            RblnDeviceSpec._warned = True
+            logger.warning(
+                "torch-rbln is installed, but LMCache does not use RBLN: %s. It runs on "
+                "another device or on the CPU; set %s=rbln to stop instead",
+                reason,
+                _BACKEND_ENV_VAR,
+            )
+        return False
+
+    def is_lmcache_driven_available(self) -> bool:
+        """Return False: transfers are engine-driven only, also under ``auto``."""
+        return False
+
+
+def _runtime_problem() -> Exception | None:
+    """Return torch-rbln's complaint about its runtime, or None if it has none."""
+    try:
+        # Third Party
+        from torch_rbln._internal.abi_check import check_librbln_abi
+        from torch_rbln._internal.rbln_runtime_lib import load_runtime_library
+    except ImportError:
+        return None
+    try:
+        check_librbln_abi(load_runtime_library())
+    except Exception as exc:
+        return exc
+    return None
+
+
+def _unavailable_reason() -> str | None:
+    """Return why RBLN can't be used, or None if it can."""
+    # Third Party
+    import torch
+
+    rbln = getattr(torch, "rbln", None)
+    if rbln is None:
+        if importlib.util.find_spec("torch_rbln") is None:
+            return "torch_rbln is not installed; install torch-rbln and rebel-compiler"
+        autoload = os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1")
+        if autoload != "1":
+            return (
+                "torch did not load torch_rbln because "
+                f"TORCH_DEVICE_BACKEND_AUTOLOAD={autoload}; unset it"
+            )
+        return (
+            "torch did not load torch_rbln; run `python -m torch_rbln.diagnose`, its "
+            "runtime (rebel-compiler) may be missing"
+        )
+    try:
+        if rbln.is_available():
+            return None
+    except Exception as exc:
+        # torch-rbln before 0.12 raised here for NPUs that it could not register.
+        return f"torch.rbln can't be used: {exc}"
+    return (
+        "torch.rbln sees no NPU; check `rbln-stat` and RBLN_VISIBLE_DEVICES"
+        f"={os.environ.get('RBLN_VISIBLE_DEVICES', '')!r}"
+    )

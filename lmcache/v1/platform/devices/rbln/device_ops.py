@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RBLN device operations: validate a block transfer, then move it.
+
+Everything that can be wrong with a call is refused here, before the first byte
+moves. All other operations are LMCache's torch baseline.
+"""
+
+# Future
+from __future__ import annotations
+
+# Standard
+from collections.abc import Sequence
+from typing import ClassVar
+
+# Third Party
+import torch
+
+# First Party
+from lmcache.lmcache_native import EngineKVFormat, TransferDirection
+from lmcache.v1.platform.base.device_ops import DeviceOps
+from lmcache.v1.platform.devices.rbln import kv_transfer
+from lmcache.v1.platform.devices.rbln.kv_layout import (
+    KVGeometry,
+    chunk_view,
+    plan_pieces,
+    resolve_block_views,
+)
+from lmcache.v1.platform.ops_types import PageBufferShapeDesc
+
+
+class RblnDeviceOps(DeviceOps):
+    """Operations on RBLN tensors. Any number of threads may call them at once."""
+
+    device_type: ClassVar[str] = "rbln"
+
+    #: Every transfer returns after its last device copy has completed, so LMCache may
+    #: free host memory without synchronizing a device that it may not even hold.
+    transfers_complete_on_return: ClassVar[bool] = True
+
+    def multi_layer_block_kv_transfer(
+        self,
+        paged_buffer_ptrs_tensor: "torch.Tensor | list[torch.Tensor]",
+        lmcache_objects_ptrs: "list[int] | list[torch.Tensor]",
+        block_ids: "torch.Tensor | list[int]",
+        device: "torch.device | str",
+        direction: TransferDirection,
+        shape_desc: PageBufferShapeDesc,
+        lmcache_chunk_size: int,
+        engine_kv_format: EngineKVFormat,
+        skip_prefix_n_blocks: int,
+    ) -> None:
+        """Gather paged KV blocks into chunks (D2H) or scatter chunks into blocks (H2D).
+
+        Copies are issued on the calling thread's current stream of ``device`` and are
+        complete when the call returns.
+
+        Args:
+            paged_buffer_ptrs_tensor: The KV cache, one tensor per layer:
+                ``[NB, 2, NH, 1, BS, HS]`` (or ``[NB, 2, NH, BS, HS]``),
+                ``[2, NB, NH, 1, BS, HS]`` or ``[NB, BS, HS]``, as
+                ``engine_kv_format`` says. Pointers are not accepted.
+            lmcache_objects_ptrs: Host chunks of ``lmcache_chunk_size`` tokens,
+                ``[2, L, T, NH*HS]``, or ``[L, T, HS]`` for MLA, in the KV cache's
+                dtype. Only the last may hold fewer tokens, and it may end inside a
+                block.
+            block_ids: Block ids of all chunks in token order, as many as cover their
+                tokens.
+            device: Device that holds the layers.
+            direction: ``D2H`` or ``H2D``.
+            shape_desc: LMCache's description of the KV cache; must agree with it.
+            lmcache_chunk_size: Tokens per chunk, a multiple of the block size.
+            engine_kv_format: Layout of the layers.
+            skip_prefix_n_blocks: Leading blocks of the call, with their tokens, that
+                are neither read nor written.
+
+        Raises:
+            ValueError: If any argument is not as above, or H2D names a block twice.
+                No byte has moved then.
+            RuntimeError: If the device fails during the transfer.
+        """
+        layers = _require_tensors(paged_buffer_ptrs_tensor, "KV layers")
+        chunks = _require_tensors(lmcache_objects_ptrs, "chunks")
+        geometry, block_views = resolve_block_views(layers, engine_kv_format)
+        _require_device(geometry, device)
+        _require_shape_desc(geometry, shape_desc, block_views[0])
+        _require_chunks(geometry, chunks, lmcache_chunk_size)
+        chunk_blocks = _split_block_ids(geometry, chunks, block_ids, lmcache_chunk_size)
+        if skip_prefix_n_blocks < 0:
+            raise ValueError(
+                f"skip_prefix_n_blocks={skip_prefix_n_blocks} is negative; pass 0 to "
+                "skip nothing"
+            )
+        gathers = direction == TransferDirection.D2H
+        if not gathers and direction != TransferDirection.H2D:
+            raise ValueError(f"direction {direction!r} is neither D2H nor H2D")
+        if not gathers:
+            _require_distinct(chunk_blocks, skip_prefix_n_blocks)
+
+        pieces = plan_pieces(
+            geometry,
+            block_views[0].stride(),
+            [_tokens(chunk) for chunk in chunks],
+            chunk_blocks,
+            skip_prefix_n_blocks,
+            kv_transfer.max_piece_elements(geometry),
+        )
+        move = kv_transfer.gather if gathers else kv_transfer.scatter
+        # vLLM allocates its KV cache in inference mode; such tensors may only be
+        # written inside it, and inference mode does not reach LMCache's threads.
+        with torch.inference_mode():
+            chunk_views = [chunk_view(chunk, geometry) for chunk in chunks]
+            move(geometry, block_views, chunk_views, pieces)
+
+
+def _tokens(chunk: torch.Tensor) -> int:
+    """Return how many tokens a chunk holds (its axis but one)."""
+    return chunk.shape[-2]
+
+
+def _require_tensors(operands: object, what: str) -> list[torch.Tensor]:
+    """Refuse everything but a sequence of tensors."""
+    if isinstance(operands, Sequence):
+        tensors = [item for item in operands if isinstance(item, torch.Tensor)]
+        if len(tensors) == len(operands):
+            return tensors
+    raise ValueError(
+        f"RBLN block transfer wants the {what} as a list of tensor operands, got "
+        f"{type(operands).__name__}; raw pointers are for backends with native kernels"
+    )
+
+
+def _require_device(geometry: KVGeometry, device: torch.device | str) -> None:
+    """Refuse layers that are not on the device given."""
+    wanted = torch.device(device)
+    got = geometry.device
+    if got.type not in ("rbln", "cpu"):
+        raise ValueError(
+            f"RBLN block transfer wants KV layers on an rbln device, got {got}"
+        )
+    if got.type != wanted.type or wanted.index not in (None, got.index):
+        raise ValueError(
+            f"the KV layers are on {got} but the transfer is for {wanted}; pass the "
+            "device of the layers"
+        )
+
+
+def _require_shape_desc(
+    geometry: KVGeometry, shape_desc: PageBufferShapeDesc, view: torch.Tensor
+) -> None:
+    """Refuse a descriptor that disagrees with the layers it describes."""
+    stride = int(getattr(shape_desc, "block_stride_elems", 0) or 0)
+    facts = {
+        "kv_size": (shape_desc.kv_size, geometry.num_planes),
+        "nl": (shape_desc.nl, geometry.num_layers),
+        "nb": (shape_desc.nb, geometry.num_blocks),
+        "nh": (shape_desc.nh, geometry.num_heads),
+        "bs": (shape_desc.bs, geometry.block_size),
+        "hs": (shape_desc.hs, geometry.head_size),
+        "element_size": (shape_desc.element_size, geometry.dtype.itemsize),
+        "block_stride_elems": (stride, view.stride(0) if stride > 0 else stride),
+    }
+    for name, (described, actual) in facts.items():
+        if int(described) != actual:
+            raise ValueError(
+                f"shape_desc.{name}={described} but the KV layers have {actual}; "
+                "the scheduler's block must be the block of the KV cache"
+            )
+
+
+def _require_chunks(
+    geometry: KVGeometry, chunks: Sequence[torch.Tensor], chunk_size: int
+) -> None:
+    """Refuse chunks that do not hold this KV cache's tokens in host memory."""
+    block_size = geometry.block_size
+    if chunk_size <= 0 or chunk_size % block_size:
+        fitting = max(1, round(chunk_size / block_size)) * block_size
+        raise ValueError(
+            f"block_size={block_size} but chunk size {chunk_size} is not a positive "
+            f"multiple; start the server with --chunk-size {fitting}"
+        )
+    for index, chunk in enumerate(chunks):
+        last = index == len(chunks) - 1
+        tokens = _tokens(chunk) if chunk.ndim >= 2 else 0
+        fits = 0 < tokens <= chunk_size if last else tokens == chunk_size
+        wanted = geometry.chunk_shape(tokens if fits else chunk_size)
+        if tuple(chunk.shape) != wanted:
+            raise ValueError(
+                f"chunk {index} has shape {list(chunk.shape)}, wanted {list(wanted)}"
+                f"{' or fewer tokens' if last else ''} for this KV cache"
+            )
+        if chunk.dtype != geometry.dtype:
+            raise ValueError(
+                f"chunk {index} is {chunk.dtype} but the KV cache is {geometry.dtype}; "
+                "a chunk is stored and restored in the KV cache's dtype"
+            )
+        if chunk.device.type != "cpu":
+            raise ValueError(
+                f"chunk {index} is on {chunk.device}, wanted host memory (cpu)"
+            )
+        if chunk.stride(-1) != 1 and chunk.shape[-1] > 1:
+            raise ValueError(
+                f"chunk {index} has strides {list(chunk.stride())}; the last axis must "
+                "be dense"
+            )
+
+
+def _split_block_ids(
+    geometry: KVGeometry,
+    chunks: Sequence[torch.Tensor],
+    block_ids: torch.Tensor | Sequence[int],
+    chunk_size: int,
+) -> list[list[int]]:
+    """Return the block ids of each chunk, or refuse a count or an id."""
+    flat = [
+        int(block)
+        for block in (
+            block_ids.tolist() if isinstance(block_ids, torch.Tensor) else block_ids
+        )
+    ]
+    for block in flat:
+        if not 0 <= block < geometry.num_blocks:
+            raise ValueError(
+                f"block id {block} is outside of the KV cache, which has blocks 0 to "
+                f"{geometry.num_blocks - 1}"
+            )
+    per_chunk = chunk_size // geometry.block_size
+    needed = 0
+    if chunks:
+        last_blocks = -(-_tokens(chunks[-1]) // geometry.block_size)
+        needed = (len(chunks) - 1) * per_chunk + last_blocks
+    if len(flat) != needed:
+        raise ValueError(
+            f"got {len(flat)} block ids, wanted {needed} for {len(chunks)} chunks of "
+            f"{per_chunk} blocks; pass the ids that cover the chunks' tokens, and a "
+            "shorter last chunk if fewer are stored"
+        )
+    return [flat[start : start + per_chunk] for start in range(0, needed, per_chunk)]
+
+
+def _require_distinct(chunk_blocks: Sequence[Sequence[int]], skip_blocks: int) -> None:
+    """Refuse two writes to one block."""
+    written = [block for blocks in chunk_blocks for block in blocks][skip_blocks:]
+    if len(set(written)) != len(written):
+        twice = sorted({block for block in written if written.count(block) > 1})
+        raise ValueError(
+            f"blocks {twice} are destinations of more than one block of tokens; each "
+            "block can be restored once per call"
+        )

@@ -1,0 +1,390 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layout arithmetic of paged RBLN KV caches. No byte moves here.
+
+vLLM-RBLN allocates one tensor per layer in one of three layouts:
+
+====================  ====================================  ==================
+layout                per-layer tensor                      ``EngineKVFormat``
+====================  ====================================  ==================
+blocks-first HND      ``[NB, 2, NH, 1, BS, HS]``            ``NL_X_NB_TWO_NH_BS_HS``
+K/V-first HND         ``[2, NB, NH, 1, BS, HS]``            ``NL_X_TWO_NB_NH_ONE_BS_HS``
+MLA                   ``[NB, BS, HS]``                      ``NL_X_NB_BS_HS``
+====================  ====================================  ==================
+
+All three become the same *block view* ``[NB, P, NH, BS, HS]`` (``P`` planes: K and
+V, or the one latent plane of MLA, which also has ``NH == 1``), whose last three
+axes are dense. A chunk, LMCache's token-major ``[2, L, T, NH*HS]`` or
+``[L, T, HS]``, becomes the *chunk view* ``[P, L, T, NH, HS]``. A transfer is then
+a list of :class:`Piece`: a region that is contiguous on the device and one strided
+window of a chunk.
+"""
+
+# Future
+from __future__ import annotations
+
+# Standard
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+# Third Party
+import torch
+
+# First Party
+from lmcache.lmcache_native import EngineKVFormat
+
+#: The three formats the backend moves, each with the layouts it stands for.
+_LAYOUTS: dict[EngineKVFormat, str] = {
+    EngineKVFormat.NL_X_NB_TWO_NH_BS_HS: "blocks-first HND [NB, 2, NH, 1, BS, HS]",
+    EngineKVFormat.NL_X_TWO_NB_NH_ONE_BS_HS: "K/V-first HND [2, NB, NH, 1, BS, HS]",
+    EngineKVFormat.NL_X_NB_BS_HS: "MLA [NB, BS, HS]",
+}
+
+
+@dataclass(frozen=True)
+class KVGeometry:
+    """Sizes shared by every layer of one paged KV cache.
+
+    Attributes:
+        num_layers: Layers (``L``).
+        num_blocks: Paged blocks per layer (``NB``).
+        num_planes: 2 for K and V, 1 for MLA (``P``).
+        num_heads: KV heads (``NH``), 1 for MLA.
+        block_size: Tokens per block (``BS``).
+        head_size: Elements per head and token (``HS``).
+        dtype: Element type of the cache and of its chunks.
+        device: Device that holds every layer.
+    """
+
+    num_layers: int
+    num_blocks: int
+    num_planes: int
+    num_heads: int
+    block_size: int
+    head_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def chunk_shape(self, tokens: int) -> tuple[int, ...]:
+        """Return the wire shape of a chunk of ``tokens`` tokens.
+
+        Args:
+            tokens: Tokens in the chunk.
+
+        Returns:
+            ``(2, L, T, NH*HS)``, or ``(L, T, HS)`` for MLA.
+        """
+        tail = (self.num_layers, tokens, self.num_heads * self.head_size)
+        return (self.num_planes, *tail) if self.num_planes == 2 else tail
+
+
+class Piece(NamedTuple):
+    """One region that is contiguous on the device.
+
+    The device side is ``view[layer][block : block + blocks, plane : plane + planes,
+    head : head + heads, slot : slot + slots]``. The chunk side is the same heads and
+    planes of tokens ``token .. token + blocks * slots``.
+
+    Attributes:
+        chunk: Index of the chunk in the call.
+        layer: Layer index.
+        block: First paged block id.
+        blocks: Number of adjacent block ids.
+        plane: First plane.
+        planes: Number of planes.
+        head: First head.
+        heads: Number of heads.
+        slot: First token slot inside each block.
+        slots: Number of token slots of each block.
+        token: First token inside the chunk.
+    """
+
+    chunk: int
+    layer: int
+    block: int
+    blocks: int
+    plane: int
+    planes: int
+    head: int
+    heads: int
+    slot: int
+    slots: int
+    token: int
+
+    def elements(self, head_size: int) -> int:
+        """Return how many elements the piece holds."""
+        return self.blocks * self.planes * self.heads * self.slots * head_size
+
+
+def resolve_block_views(
+    layers: Sequence[torch.Tensor], engine_kv_format: EngineKVFormat
+) -> tuple[KVGeometry, list[torch.Tensor]]:
+    """Validate the layers of one KV cache and view them as ``[NB, P, NH, BS, HS]``.
+
+    Args:
+        layers: One tensor per layer, 6-D or with the singleton axis squeezed (5-D)
+            for HND, 3-D for MLA.
+        engine_kv_format: Format that the detector reported for these layers.
+
+    Returns:
+        The geometry, and one block view per layer that shares its storage.
+
+    Raises:
+        ValueError: If there is no layer, the format is none of the three, a tensor is
+            not of that layout, is a ``meta`` tensor, has no dense head-blocks or
+            overlapping blocks, or the layers differ in shape, strides, dtype or device.
+    """
+    layout = _LAYOUTS.get(engine_kv_format)
+    if layout is None:
+        raise ValueError(
+            f"RBLN moves {', '.join(_LAYOUTS.values())}; got format "
+            f"{engine_kv_format!r}. Serve with `--model-impl vllm` so that vLLM-RBLN "
+            "allocates one of these"
+        )
+    if not layers:
+        raise ValueError("RBLN block transfer wants at least one KV layer, got none")
+    first = layers[0]
+    for index, layer in enumerate(layers):
+        if layer.is_meta:
+            raise ValueError(
+                f"KV layer {index} is a meta tensor without memory; start vLLM-RBLN "
+                "with VLLM_RBLN_USE_DEVICE_TENSOR=1 so that the KV cache is in device "
+                "tensors"
+            )
+        traits = (tuple(layer.shape), layer.stride(), layer.dtype, layer.device)
+        wanted = (tuple(first.shape), first.stride(), first.dtype, first.device)
+        if traits != wanted:
+            raise ValueError(
+                "the KV layers of one transfer must agree in shape, strides, dtype and "
+                f"device; layer 0 is {wanted}, layer {index} is {traits}. Models with "
+                "several kinds of KV cache (hybrid, sliding window) are not supported"
+            )
+    views = [_block_view(layer, engine_kv_format, layout) for layer in layers]
+    _require_dense_head_blocks(views[0], layout)
+    num_blocks, planes, heads, block_size, head_size = views[0].shape
+    geometry = KVGeometry(
+        num_layers=len(views),
+        num_blocks=num_blocks,
+        num_planes=planes,
+        num_heads=heads,
+        block_size=block_size,
+        head_size=head_size,
+        dtype=first.dtype,
+        device=first.device,
+    )
+    return geometry, views
+
+
+def _block_view(
+    layer: torch.Tensor, engine_kv_format: EngineKVFormat, layout: str
+) -> torch.Tensor:
+    """View one layer as ``[NB, P, NH, BS, HS]`` or refuse its shape."""
+    shape = tuple(layer.shape)
+    mismatch = ValueError(f"KV layer of shape {list(shape)} is not {layout}")
+    if min(shape, default=0) < 1:
+        raise mismatch
+    if engine_kv_format == EngineKVFormat.NL_X_NB_BS_HS:
+        if layer.ndim != 3:
+            raise mismatch
+        return layer.unsqueeze(1).unsqueeze(1)
+    if layer.ndim == 6:
+        if shape[3] != 1:
+            raise mismatch
+        layer = layer.squeeze(3)
+    if layer.ndim != 5:
+        raise mismatch
+    kv_first = engine_kv_format == EngineKVFormat.NL_X_TWO_NB_NH_ONE_BS_HS
+    if layer.shape[0 if kv_first else 1] != 2:
+        raise mismatch
+    return layer.transpose(0, 1) if kv_first else layer
+
+
+def _require_dense_head_blocks(view: torch.Tensor, layout: str) -> None:
+    """Refuse strides that a contiguous copy of ``[NH, BS, HS]`` would misread."""
+    num_blocks, planes, heads, block_size, head_size = view.shape
+    head_block = heads * block_size * head_size
+    inner = ((heads, block_size * head_size), (block_size, head_size), (head_size, 1))
+    dense = all(
+        size == 1 or stride == wanted
+        for (size, wanted), stride in zip(inner, view.stride()[2:], strict=True)
+    )
+    # The two outer axes may be padded, but never overlap.
+    extent = head_block
+    for stride, size in sorted(
+        zip(view.stride()[:2], (num_blocks, planes), strict=True)
+    ):
+        if size > 1:
+            dense = dense and stride >= extent
+            extent = stride * (size - 1) + extent
+    if not dense:
+        raise ValueError(
+            f"KV layer with strides {list(view.stride())} over the axes "
+            f"[NB, P, NH, BS, HS] = {list(view.shape)} has no dense [NH, BS, HS] "
+            f"head-blocks or its blocks overlap; RBLN moves {layout} with at most "
+            "padding between blocks"
+        )
+
+
+def chunk_view(chunk: torch.Tensor, geometry: KVGeometry) -> torch.Tensor:
+    """View a validated chunk as ``[P, L, T, NH, HS]``.
+
+    Args:
+        chunk: ``[2, L, T, NH*HS]``, or ``[L, T, HS]`` for MLA.
+        geometry: Geometry of the KV cache that the chunk belongs to.
+
+    Returns:
+        A view that shares the chunk's storage.
+    """
+    planar = chunk if geometry.num_planes == 2 else chunk.unsqueeze(0)
+    return planar.unflatten(-1, (geometry.num_heads, geometry.head_size))
+
+
+def plan_pieces(
+    geometry: KVGeometry,
+    view_strides: Sequence[int],
+    chunk_tokens: Sequence[int],
+    chunk_blocks: Sequence[Sequence[int]],
+    skip_blocks: int,
+    max_elements: int,
+) -> Iterator[Piece]:
+    """Cut a transfer into pieces that are contiguous on the device.
+
+    A piece is as large as the layout and ``max_elements`` allow: runs of adjacent
+    block ids and the two planes of a block join where they lie together, and a
+    head-block that is too large is split by plane, then heads, then tokens.
+
+    Args:
+        geometry: Geometry of the KV cache.
+        view_strides: Strides of a block view ``[NB, P, NH, BS, HS]``, in elements.
+        chunk_tokens: Tokens of each chunk; a chunk may end inside its last block.
+        chunk_blocks: Block ids of each chunk, in token order.
+        skip_blocks: Leading blocks of the whole call that are left out.
+        max_elements: Largest piece, at least ``head_size``.
+
+    Yields:
+        Pieces, chunk by chunk and layer by layer, each element exactly once.
+    """
+    seen = 0
+    for chunk, (tokens, blocks) in enumerate(
+        zip(chunk_tokens, chunk_blocks, strict=True)
+    ):
+        first = min(len(blocks), max(0, skip_blocks - seen))
+        seen += len(blocks)
+        whole = min(len(blocks), tokens // geometry.block_size)
+        regions = list(
+            _split_whole_blocks(geometry, view_strides, blocks, first, whole, max_elements)
+        )
+        # The slots of a partial block are contiguous within one head only.
+        for position in range(max(first, whole), len(blocks)):
+            slots = tokens - position * geometry.block_size
+            regions += _split_slots(
+                geometry, blocks[position], position, slots, max_elements
+            )
+        for layer in range(geometry.num_layers):
+            for region in regions:
+                yield region._replace(chunk=chunk, layer=layer)
+
+
+def _split_whole_blocks(
+    geometry: KVGeometry,
+    view_strides: Sequence[int],
+    blocks: Sequence[int],
+    first: int,
+    end: int,
+    max_elements: int,
+) -> Iterator[Piece]:
+    """Yield the pieces of whole blocks ``blocks[first:end]`` of one chunk and layer."""
+    planes, heads, slots = (
+        geometry.num_planes,
+        geometry.num_heads,
+        geometry.block_size,
+    )
+    head = slots * geometry.head_size
+    head_block = heads * head
+    planes_adjacent = planes == 1 or view_strides[1] == head_block
+    if not planes_adjacent or planes * head_block > max_elements:
+        planes = 1
+    heads = min(heads, max(1, max_elements // head))
+    run_limit = 1
+    if heads == geometry.num_heads and view_strides[0] == planes * head_block:
+        run_limit = max(1, max_elements // (planes * head_block))
+    position = first
+    while position < end:
+        run = 1
+        while (
+            run < run_limit
+            and position + run < end
+            and blocks[position + run] == blocks[position] + run
+        ):
+            run += 1
+        for plane in range(0, geometry.num_planes, planes):
+            if head > max_elements:
+                yield from _split_slots(
+                    geometry, blocks[position], position, slots, max_elements, plane
+                )
+                continue
+            for start in range(0, geometry.num_heads, heads):
+                yield Piece(
+                    chunk=0,
+                    layer=0,
+                    block=blocks[position],
+                    blocks=run,
+                    plane=plane,
+                    planes=planes,
+                    head=start,
+                    heads=min(heads, geometry.num_heads - start),
+                    slot=0,
+                    slots=slots,
+                    token=position * slots,
+                )
+        position += run
+
+
+def _split_slots(
+    geometry: KVGeometry,
+    block: int,
+    position: int,
+    slots: int,
+    max_elements: int,
+    only_plane: int | None = None,
+) -> Iterator[Piece]:
+    """Yield the first ``slots`` token slots of one block, head by head."""
+    step = max(1, max_elements // geometry.head_size)
+    planes = range(geometry.num_planes) if only_plane is None else (only_plane,)
+    for plane in planes:
+        for head in range(geometry.num_heads):
+            for slot in range(0, slots, step):
+                yield Piece(
+                    chunk=0,
+                    layer=0,
+                    block=block,
+                    blocks=1,
+                    plane=plane,
+                    planes=1,
+                    head=head,
+                    heads=1,
+                    slot=slot,
+                    slots=min(step, slots - slot),
+                    token=position * geometry.block_size + slot,
+                )
+
+
+def device_slice(views: Sequence[torch.Tensor], piece: Piece) -> torch.Tensor:
+    """Return the piece's device region, ``[blocks, planes, heads, slots, HS]``."""
+    return views[piece.layer][
+        piece.block : piece.block + piece.blocks,
+        piece.plane : piece.plane + piece.planes,
+        piece.head : piece.head + piece.heads,
+        piece.slot : piece.slot + piece.slots,
+    ]
+
+
+def chunk_slice(views: Sequence[torch.Tensor], piece: Piece) -> torch.Tensor:
+    """Return the piece's window of its chunk, axes ordered as :func:`device_slice`."""
+    window = views[piece.chunk][
+        piece.plane : piece.plane + piece.planes,
+        piece.layer,
+        piece.token : piece.token + piece.blocks * piece.slots,
+        piece.head : piece.head + piece.heads,
+    ]
+    return window.unflatten(1, (piece.blocks, piece.slots)).permute(1, 0, 3, 2, 4)

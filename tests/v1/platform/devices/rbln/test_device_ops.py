@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a block transfer refuses, and that nothing has moved by then."""
+
+# Future
+from __future__ import annotations
+
+# Standard
+from typing import Any
+import inspect
+
+# Third Party
+from kv_reference import (
+    LAYOUTS,
+    Case,
+    Layout,
+    as_bytes,
+    random_bits,
+    upload,
+)
+import pytest
+import torch
+
+# First Party
+from lmcache.lmcache_native import EngineKVFormat, TransferDirection
+from lmcache.v1.platform.base.device_ops import DeviceOps
+from lmcache.v1.platform.devices.rbln.device_ops import RblnDeviceOps
+
+D2H, H2D = TransferDirection.D2H, TransferDirection.H2D
+
+
+class Call:
+    """A valid call on a small cache, of which a test spoils one argument."""
+
+    def __init__(self, layout: Layout = "blocks_first", device: str = "cpu") -> None:
+        self.case = Case(layout, num_blocks=6)
+        self.arguments: dict[str, Any] = {
+            "paged_buffer_ptrs_tensor": [
+                upload(random_bits(self.case.layer_shape, self.case.dtype, i), device)
+                for i in range(2)
+            ],
+            "lmcache_objects_ptrs": [
+                random_bits(self.case.chunk_shape(8), self.case.dtype, 10 + i)
+                for i in range(2)
+            ],
+            "block_ids": [5, 0, 3, 1],
+            "device": device,
+            "direction": H2D,
+            "shape_desc": self.case.shape_desc(),
+            "lmcache_chunk_size": 8,
+            "engine_kv_format": self.case.engine_kv_format,
+            "skip_prefix_n_blocks": 0,
+        }
+
+    @property
+    def layers(self) -> list[torch.Tensor]:
+        return self.arguments["paged_buffer_ptrs_tensor"]
+
+    @property
+    def chunks(self) -> list[torch.Tensor]:
+        return self.arguments["lmcache_objects_ptrs"]
+
+    def run(self) -> None:
+        RblnDeviceOps().multi_layer_block_kv_transfer(**self.arguments)
+
+    def refuses(self, *parts: str, **spoiled: Any) -> None:
+        """Fail unless the call raises, names every part and moves nothing."""
+        layers, chunks = self.layers, self.chunks
+        before = [as_bytes(t).clone() for t in (*layers, *chunks)]
+        for direction in [spoiled["direction"]] if "direction" in spoiled else [H2D, D2H]:
+            self.arguments |= spoiled | {"direction": direction}
+            with pytest.raises(ValueError) as refused:
+                self.run()
+            for part in parts:
+                assert part in str(refused.value)
+        for tensor, bytes_before in zip((*layers, *chunks), before, strict=True):
+            assert torch.equal(as_bytes(tensor), bytes_before)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_call_that_tests_spoil_is_valid(device: str, layout: Layout) -> None:
+    call = Call(layout, device)
+    before = as_bytes(call.layers[0]).clone()
+    call.run()
+    assert not torch.equal(as_bytes(call.layers[0]), before)
+
+
+def test_the_interface_is_the_base_class_s() -> None:
+    ours = inspect.signature(RblnDeviceOps.multi_layer_block_kv_transfer)
+    base = inspect.signature(DeviceOps.multi_layer_block_kv_transfer)
+    assert list(ours.parameters) == list(base.parameters)
+    # LMCache hands over tensors, not pointers, only because of this word.
+    assert "Tensor" in str(ours.parameters["lmcache_objects_ptrs"].annotation)
+
+
+def test_pointers_are_refused() -> None:
+    Call().refuses("KV layers", paged_buffer_ptrs_tensor=torch.tensor([1, 2]))
+    Call().refuses("chunks", "tensor operands", lmcache_objects_ptrs=[1, 2])
+
+
+@pytest.mark.parametrize(
+    "engine_kv_format",
+    [
+        EngineKVFormat.NL_X_TWO_NB_BS_NH_HS,
+        EngineKVFormat.NL_X_NB_TWO_BS_NH_HS,
+        EngineKVFormat.NL_X_TWO_NB_NH_BS_HS,
+        EngineKVFormat.NL_X_NBBS_ONE_HS,
+        EngineKVFormat.NB_NL_TWO_BS_NH_HS,
+    ],
+    ids=str,
+)
+def test_other_formats_are_refused(engine_kv_format: EngineKVFormat) -> None:
+    Call().refuses(
+        "[NB, 2, NH, 1, BS, HS]",
+        "[2, NB, NH, 1, BS, HS]",
+        "[NB, BS, HS]",
+        "--model-impl vllm",
+        engine_kv_format=engine_kv_format,
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (6, 2, 2, 2, 4, 8),
+        (6, 3, 2, 1, 4, 8),
+        (3, 6, 2, 1, 4, 8),
+        (6, 2, 2, 1, 4, 8, 1),
+        (6, 2, 4, 8),
+        (48, 8),
+        (6, 0, 8),
+    ],
+    ids=str,
+)
+def test_other_shapes_are_refused(layout: Layout, shape: tuple[int, ...]) -> None:
+    layers = [torch.zeros(shape, dtype=torch.bfloat16) for _ in range(2)]
+    Call(layout).refuses(str(list(shape)), paged_buffer_ptrs_tensor=layers)
+
+
+def test_one_hnd_layout_is_not_taken_for_the_other() -> None:
+    Call("kv_first").refuses("blocks-first", engine_kv_format=Case(
+        "blocks_first"
+    ).engine_kv_format)
+    Call("blocks_first").refuses("K/V-first", engine_kv_format=Case(
+        "kv_first"
+    ).engine_kv_format)
+
+
+def test_no_layers_are_refused() -> None:
+    Call().refuses("at least one KV layer", paged_buffer_ptrs_tensor=[])
+
+
+def test_meta_layers_are_refused() -> None:
+    call = Call()
+    layers = [layer.to("meta") for layer in call.layers]
+    call.refuses(
+        "meta", "VLLM_RBLN_USE_DEVICE_TENSOR=1", paged_buffer_ptrs_tensor=layers
+    )
+
+
+@pytest.mark.npu
+def test_layers_on_another_device_are_refused() -> None:
+    Call().refuses("on cpu", "rbln:0", device="rbln:0")
+    Call(device="rbln:0").refuses("on rbln:0", "cpu", device="cpu")
+    Call(device="rbln:0").refuses("on rbln:0", "rbln:1", device="rbln:1")
+
+
+@pytest.mark.npu
+def test_a_device_without_an_index_is_accepted() -> None:
+    call = Call(device="rbln:0")
+    call.arguments["device"] = "rbln"
+    call.run()
+
+
+@pytest.mark.parametrize("spoil", ["shape", "dtype", "strides"])
+def test_layers_that_differ_are_refused(spoil: str) -> None:
+    call = Call()
+    first, second = call.layers
+    other = {
+        "shape": torch.zeros(7, *first.shape[1:], dtype=first.dtype),
+        "dtype": second.to(torch.float16),
+        "strides": torch.zeros(6, 4, *first.shape[2:], dtype=first.dtype)[:, :2],
+    }[spoil]
+    call.refuses("must agree", "layer 1", paged_buffer_ptrs_tensor=[first, other])
+
+
+@pytest.mark.npu
+def test_layers_on_two_devices_are_refused() -> None:
+    call = Call(device="rbln:0")
+    call.refuses(
+        "must agree",
+        "device",
+        paged_buffer_ptrs_tensor=[call.layers[0], call.layers[1].cpu()],
+    )
+
+
+def test_head_blocks_that_are_not_dense_are_refused() -> None:
+    call = Call()
+    shape = list(call.case.layer_shape)
+    token_padded = torch.zeros(*shape[:-1], 9, dtype=torch.bfloat16)[..., :8]
+    transposed = torch.zeros(6, 2, 4, 1, 2, 8, dtype=torch.bfloat16).transpose(2, 4)
+    overlapping = torch.zeros(1, *shape[1:], dtype=torch.bfloat16).expand(*shape)
+    for layer in (token_padded, transposed, overlapping):
+        assert tuple(layer.shape) == call.case.layer_shape
+        Call().refuses("dense", paged_buffer_ptrs_tensor=[layer, layer])
+
+
+@pytest.mark.parametrize(
+    "name", ["kv_size", "nl", "nb", "bs", "nh", "hs", "element_size"]
+)
+def test_a_descriptor_that_disagrees_is_refused(name: str) -> None:
+    call = Call()
+    desc = call.case.shape_desc()
+    setattr(desc, name, getattr(desc, name) * 2)
+    call.refuses(f"shape_desc.{name}", shape_desc=desc)
+
+
+@pytest.mark.parametrize(
+    ("size", "hint"), [(0, 4), (-4, 4), (6, 8), (2, 4), (3, 4), (9, 8)]
+)
+def test_chunk_sizes_that_are_no_multiple_are_refused(size: int, hint: int) -> None:
+    Call().refuses(
+        "block_size=4", f"chunk size {size}", f"--chunk-size {hint}",
+        lmcache_chunk_size=size,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_chunks_of_another_shape_are_refused(layout: Layout) -> None:
+    case = Case(layout)
+    good = torch.zeros(case.chunk_shape(8), dtype=case.dtype)
+    wrong = [
+        torch.zeros((*good.shape[:-1], good.shape[-1] + 1), dtype=case.dtype),
+        torch.zeros((3, *good.shape[1:]), dtype=case.dtype),
+        torch.zeros((*good.shape, 1), dtype=case.dtype),
+        torch.zeros(good.shape[-1], dtype=case.dtype),
+        torch.zeros(case.chunk_shape(9), dtype=case.dtype),
+    ]
+    for chunk in wrong:
+        Call(layout).refuses("chunk 1", str(list(chunk.shape)), lmcache_objects_ptrs=[
+            good, chunk
+        ])
+    short = torch.zeros(case.chunk_shape(4), dtype=case.dtype)
+    Call(layout).refuses("chunk 0", lmcache_objects_ptrs=[short, good])
+
+
+def test_chunks_of_another_dtype_or_device_are_refused() -> None:
+    call = Call()
+    good = call.chunks[0]
+    call.refuses(
+        "torch.float16", "torch.bfloat16", lmcache_objects_ptrs=[good, good.half()]
+    )
+    Call().refuses("meta", "cpu", lmcache_objects_ptrs=[good, good.to("meta")])
+    Call().refuses(
+        "strides",
+        lmcache_objects_ptrs=[good, torch.zeros(2, 2, 16, 8).bfloat16().mT],
+    )
+
+
+@pytest.mark.npu
+def test_chunks_in_device_memory_are_refused() -> None:
+    call = Call(device="rbln:0")
+    good = call.chunks[0]
+    call.refuses(
+        "chunk 1 is on rbln:0",
+        lmcache_objects_ptrs=[good, upload(good, "rbln:0")],
+    )
+
+
+@pytest.mark.parametrize(
+    ("block_ids", "parts"),
+    [
+        ([5, 0, 3, 6], ["block id 6", "0 to 5"]),
+        ([5, -1, 3, 1], ["block id -1"]),
+        ([5, 0, 3], ["got 3", "wanted 4"]),
+        ([5, 0], ["got 2", "wanted 4"]),
+        ([], ["got 0", "wanted 4"]),
+        ([5, 0, 3, 1, 2], ["got 5", "wanted 4"]),
+    ],
+    ids=str,
+)
+def test_block_ids_that_do_not_fit_are_refused(
+    block_ids: list[int], parts: list[str]
+) -> None:
+    Call().refuses(*parts, block_ids=block_ids)
+    Call().refuses(*parts, block_ids=torch.tensor(block_ids, dtype=torch.int64))
+
+
+def test_a_block_can_be_restored_only_once() -> None:
+    Call().refuses("[5]", "more than one", block_ids=[5, 0, 3, 5], direction=H2D)
+    Call().refuses(
+        "[5]", "more than one", block_ids=[0, 5, 3, 5], direction=H2D,
+        skip_prefix_n_blocks=1,
+    )  # fmt: skip
+
+
+def test_a_block_may_be_stored_or_skipped_twice() -> None:
+    call = Call()
+    call.arguments |= {"block_ids": [5, 5, 3, 5], "direction": D2H}
+    call.run()
+    call.arguments |= {
+        "block_ids": [5, 0, 3, 5], "direction": H2D, "skip_prefix_n_blocks": 1,
+    }  # fmt: skip
+    call.run()
+
+
+def test_a_negative_skip_is_refused() -> None:
+    Call().refuses("skip_prefix_n_blocks=-1", skip_prefix_n_blocks=-1)
+
+
+def test_an_unknown_direction_is_refused() -> None:
+    Call().refuses("neither D2H nor H2D", direction="sideways")
+
+
+def test_nothing_to_move_is_no_error() -> None:
+    call = Call()
+    call.arguments |= {"lmcache_objects_ptrs": [], "block_ids": []}
+    call.run()

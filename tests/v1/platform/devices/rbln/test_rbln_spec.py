@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which device LMCache chooses, and what it says about RBLN."""
+
+# Future
+from __future__ import annotations
+
+# Standard
+import os
+import subprocess
+import sys
+
+# Third Party
+import pytest
+
+# First Party
+from lmcache.v1.multiprocess.transfer_mode import MPTransferMode
+from lmcache.v1.platform.devices.rbln import RblnDeviceSpec
+from lmcache.v1.platform.devices.rbln.device_ops import RblnDeviceOps
+
+_CHOOSE = "import lmcache; print('CHOSE', lmcache.torch_device_type)"
+_WARNING = "does not use RBLN"
+
+
+def choose(**environment: str | None) -> tuple[str, str]:
+    """Import LMCache in a new process; return the device chosen and all output."""
+    settings = dict(os.environ)
+    for name in ("LMCACHE_DEVICE_BACKEND", "TORCH_DEVICE_BACKEND_AUTOLOAD"):
+        settings.pop(name, None)
+    for name, value in environment.items():
+        if value is None:
+            settings.pop(name, None)
+        else:
+            settings[name] = value
+    run = subprocess.run(
+        [sys.executable, "-c", _CHOOSE],
+        env=settings,
+        cwd=os.sep,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    output = run.stdout + run.stderr
+    chosen = [line for line in run.stdout.splitlines() if line.startswith("CHOSE ")]
+    assert (run.returncode == 0) == bool(chosen), output
+    return (chosen[0].removeprefix("CHOSE ") if chosen else ""), output
+
+
+def test_capabilities() -> None:
+    spec = RblnDeviceSpec()
+    assert (spec.device_type, spec.backend_name) == ("rbln", "rbln")
+    assert spec.torch_module_name == "rbln"
+    assert spec.ops_cls is RblnDeviceOps
+    assert not spec.is_lmcache_driven_available()
+    assert spec.default_mp_transfer_mode() is MPTransferMode.ENGINE_DRIVEN
+    assert spec.ipc_wrapper_cls is None and spec.event_ipc_backend is None
+    # A backend that pins would need shared memory to keep working (lazy L1).
+    assert not spec.is_pin_supported
+
+
+@pytest.mark.npu
+@pytest.mark.parametrize("pinned", [None, "rbln", " RBLN "])
+def test_rbln_is_chosen(pinned: str | None) -> None:
+    device, output = choose(LMCACHE_DEVICE_BACKEND=pinned)
+    assert device == "rbln"
+    assert _WARNING not in output
+
+
+def test_without_autoload_the_stub_is_chosen_with_one_warning() -> None:
+    pytest.importorskip("torch_rbln")
+    device, output = choose(TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert device == "cpu"
+    assert output.count(_WARNING) == 1
+    assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in output
+
+
+def test_pinned_without_autoload_fails_with_the_reason() -> None:
+    pytest.importorskip("torch_rbln")
+    device, output = choose(
+        LMCACHE_DEVICE_BACKEND="rbln", TORCH_DEVICE_BACKEND_AUTOLOAD="0"
+    )
+    assert not device
+    assert "LMCACHE_DEVICE_BACKEND=rbln, but torch did not load torch_rbln" in output
+
+
+def test_pinned_without_a_runtime_fails_with_the_reason() -> None:
+    pytest.importorskip("torch_rbln")
+    device, output = choose(
+        LMCACHE_DEVICE_BACKEND="rbln", LD_LIBRARY_PATH=None, PYTHONPATH=None
+    )
+    assert not device
+    assert "librbln.so" in output
+
+
+@pytest.mark.sim
+def test_without_a_device_the_stub_is_chosen_with_one_warning() -> None:
+    device, output = choose(RBLN_SIM_DEVICES="0")
+    assert device == "cpu"
+    assert output.count(_WARNING) == 1
+    assert "sees no NPU" in output
+
+
+@pytest.mark.sim
+def test_pinned_without_a_device_fails_with_the_reason() -> None:
+    device, output = choose(LMCACHE_DEVICE_BACKEND="rbln", RBLN_SIM_DEVICES="0")
+    assert not device
+    assert "LMCACHE_DEVICE_BACKEND=rbln, but torch.rbln sees no NPU" in output
