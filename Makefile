@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+# Everything runs inside .venv at the root of this checkout.
+#   make demo    serve a model with its KV cache in LMCache, on a simulated NPU
+#   make test    run all tests
+#   make lint    ruff, mypy, clang-format
+#   make wheel   build the wheel and the sdist into dist/
+#   make clean   remove what builds made; .venv stays (make distclean removes it too)
+
+PYTHON ?= python3.11
+BIN := .venv/bin
+export PATH := $(CURDIR)/.venv/bin:$(PATH)
+
+TESTS := $(wildcard tests sim/tests lmcache-rbln/tests)
+PYTHON_SOURCES := $(wildcard setup.py conftest.py setup_extensions dev lmcache sim \
+    lmcache-rbln examples benchmarks tests .buildkite)
+CXX_SOURCES = $(shell git ls-files '*.cpp' '*.h')
+
+.PHONY: setup demo test lint wheel clean distclean
+
+setup:
+	@$(PYTHON) dev/setup_env.py
+
+demo: setup
+	@$(BIN)/python -m examples.rbln_demo
+
+test: setup
+	$(MAKE) -C sim test
+	$(BIN)/python -m pytest $(TESTS) $(PYTEST_ARGS)
+
+lint: setup
+	$(BIN)/ruff check $(PYTHON_SOURCES)
+	$(BIN)/ruff format --check $(PYTHON_SOURCES)
+	$(BIN)/mypy $(PYTHON_SOURCES)
+	$(BIN)/clang-format --dry-run --Werror $(CXX_SOURCES)
+
+wheel: setup
+	$(BIN)/python -m build --no-isolation --outdir dist .
+
+clean:
+	rm -rf build/wheel build/egg-info build/stage-* dist .pytest_cache .mypy_cache .ruff_cache
+
+distclean: clean
+	rm -rf .venv build

@@ -1,0 +1,531 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Build LMCache with this repository laid over it.
+
+This repository holds only the files that it adds to LMCache or replaces in it. A
+build fetches the LMCache release that ``upstream.toml`` pins, unpacks it into a stage
+below ``build/``, lays our files on top and hands over to LMCache's own ``setup.py``
+there. ``egg_info`` and ``sdist`` are about this repository alone: they stage nothing.
+
+Settings (environment):
+    BUILD_WITH_RBLN: 1 builds for RBLN where torch_rbln is not installed.
+    LMCACHE_SDIST: an LMCache sdist or checkout to use instead of the download.
+    LMCACHE_BUILD_CACHE: folder for the download and for compiled extensions
+        (default: build/cache).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import setuptools
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    from setuptools.compat.py310 import tomllib
+
+ROOT = Path(__file__).resolve().parent
+BUILD = ROOT / "build"
+
+# Top-level folders whose files go into the stage, and those that only share LMCache's
+# paths: they are checked for undeclared collisions and never get into a wheel.
+SHIPPED = ("csrc", "lmcache", "requirements", "setup_extensions")
+COMPARED = (".buildkite", "benchmarks", "docs", "examples", "tests")
+LITTER = {"__pycache__", ".mypy_cache", ".pytest_cache", ".ruff_cache"}
+
+BUILD_COMMANDS = {
+    "bdist_wheel",
+    "build",
+    "build_ext",
+    "build_py",
+    "develop",
+    "dist_info",
+    "editable_wheel",
+    "install",
+}
+# LMCache generates its gRPC code during the build. Code from this release runs with
+# every protobuf from 6.31.1 on; a newer one would silently raise that floor.
+GRPC_TOOLS = "1.78.0"
+TORCH_RECORD = "lmcache/v1/platform/devices/rbln/built_with.py"
+
+
+def fail(wanted: str, got: str, fix: str) -> SystemExit:
+    """Return the exception that stops the build with one readable message."""
+    return SystemExit(f"error: wanted {wanted}; got {got}.\n       Fix: {fix}.")
+
+
+@dataclass(frozen=True)
+class Upstream:
+    """The pin and the declared differences, as read from ``upstream.toml``."""
+
+    name: str
+    version: str
+    sha256: str
+    local_version: str
+    owned: tuple[str, ...]
+    replaced: dict[str, str]
+    dropped: frozenset[str]
+    relaxed: dict[str, str]
+
+    @classmethod
+    def load(cls, path: Path) -> Upstream:
+        """Read ``upstream.toml``.
+
+        Args:
+            path: The file to read.
+
+        Returns:
+            Its content.
+
+        Raises:
+            SystemExit: A path is declared twice.
+        """
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        pin, requirements = data["upstream"], data["requirements"]
+        entries = data.get("replaced", [])
+        replaced = {entry["path"]: entry["sha256"] for entry in entries}
+        owned = tuple(data["owned"]["folders"])
+        for name in replaced:
+            twice = [e["path"] for e in entries].count(name) > 1
+            if twice or any(is_below(name, folder) for folder in owned):
+                raise fail(
+                    f"each path declared once in {path.name}",
+                    f"{name} twice, or inside an owned folder",
+                    "remove one of the declarations",
+                )
+        return cls(
+            name=pin["name"],
+            version=pin["version"],
+            sha256=pin["sha256"],
+            local_version=pin["local_version"],
+            owned=owned,
+            replaced=replaced,
+            dropped=frozenset(normalized(name) for name in requirements["drop"]),
+            relaxed={normalized(k): v for k, v in requirements["relax"].items()},
+        )
+
+    @property
+    def full_version(self) -> str:
+        """Version of the wheel, for example ``0.5.6+rbln``."""
+        return f"{self.version}+{self.local_version}"
+
+
+def normalized(name: str) -> str:
+    """Return a distribution name in the form in which names compare equal."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def is_below(name: str, folder: str) -> bool:
+    """Tell whether the relative path ``name`` is ``folder`` or lies below it."""
+    return PurePosixPath(name).is_relative_to(folder)
+
+
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file as hexadecimal digits."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+# ---- before anything is staged ------------------------------------------------------
+
+
+def check_profile(environ: os._Environ[str] | dict[str, str]) -> None:
+    """Refuse every build that would not be an RBLN one.
+
+    Args:
+        environ: The environment of the build.
+
+    Raises:
+        SystemExit: Another ``BUILD_WITH_*`` or a ``NO_*_EXT`` is set,
+            ``BUILD_WITH_RBLN`` is neither 0 nor 1, or RBLN is neither installed nor
+            asked for.
+    """
+    switches = {k: v for k, v in environ.items() if k.startswith("BUILD_WITH_")}
+    asked = switches.pop("BUILD_WITH_RBLN", "0") or "0"
+    for name, value in sorted(switches.items()):
+        if value not in ("", "0"):
+            raise fail(
+                "an RBLN build: this repository makes no other",
+                f"{name}={value}",
+                f"unset {name}, or build that backend from LMCache itself",
+            )
+    for name in ("NO_NATIVE_EXT", "NO_CUDA_EXT", "NO_GPU_EXT"):
+        if environ.get(name, "0") == "1":
+            raise fail(
+                "a build with LMCache's native extensions, which RBLN needs",
+                f"{name}=1",
+                f"unset {name}",
+            )
+    if asked not in ("0", "1"):
+        raise fail("BUILD_WITH_RBLN to be 0 or 1", repr(asked), "set it to 1")
+    if asked == "0" and importlib.util.find_spec("torch_rbln") is None:
+        raise fail(
+            "the package torch_rbln, or BUILD_WITH_RBLN=1",
+            "neither",
+            "install torch-rbln, or set BUILD_WITH_RBLN=1 to build without it",
+        )
+
+
+def check_tools() -> None:
+    """Refuse a build environment that lacks torch or the code generator.
+
+    Raises:
+        SystemExit: torch is missing, as in every isolated build, or grpcio-tools is
+            missing or another release.
+    """
+    if importlib.util.find_spec("torch") is None:
+        raise fail(
+            "the torch that LMCache will run with, in the environment of the build",
+            "none (an isolated build never sees it)",
+            "install torch first and pass --no-build-isolation to pip "
+            "(--no-isolation to python -m build)",
+        )
+    try:
+        found = importlib.metadata.version("grpcio-tools")
+    except importlib.metadata.PackageNotFoundError:
+        found = "none"
+    if found != GRPC_TOOLS:
+        raise fail(
+            f"grpcio-tools {GRPC_TOOLS} in the environment of the build",
+            found,
+            f"pip install --no-deps grpcio-tools=={GRPC_TOOLS}",
+        )
+
+
+# ---- fetching LMCache ---------------------------------------------------------------
+
+
+def check_hash(archive: Path, upstream: Upstream, origin: str) -> None:
+    """Refuse an archive that is not the pinned one.
+
+    Raises:
+        SystemExit: The hash differs.
+    """
+    got = sha256_of(archive)
+    if got != upstream.sha256:
+        raise fail(
+            f"{upstream.name} {upstream.version} with sha256 {upstream.sha256}",
+            f"{got} from {origin}",
+            "do not use that file; to move to another LMCache change the pin in "
+            "upstream.toml",
+        )
+
+
+def download(upstream: Upstream, cache: Path) -> Path:
+    """Return the pinned sdist from the cache, or through pip.
+
+    Args:
+        upstream: The pin.
+        cache: Folder that keeps the download.
+
+    Returns:
+        Path of the sdist, its hash checked.
+
+    Raises:
+        SystemExit: pip is missing or fails, or the hash differs.
+    """
+    kept = cache / "sdist" / f"{upstream.name}-{upstream.version}.tar.gz"
+    if kept.exists():
+        check_hash(kept, upstream, str(kept))
+        return kept
+    by_hand = "or set LMCACHE_SDIST to an sdist or checkout of LMCache"
+    if importlib.util.find_spec("pip") is None:
+        raise fail("pip, to download LMCache", "no pip", f"install pip, {by_hand}")
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=kept.parent) as folder:
+        pin = f"{upstream.name}=={upstream.version} --hash=sha256:{upstream.sha256}\n"
+        requirement = Path(folder, "pin.txt")
+        requirement.write_text(pin, encoding="utf-8")
+        command = [sys.executable, "-m", "pip", "download", "--quiet"]
+        command += ["--no-deps", "--no-binary", upstream.name, "--no-build-isolation"]
+        command += ["--require-hashes", "--dest", folder, "-r", str(requirement)]
+        # pip reads the metadata by running LMCache's setup.py: no need to compile
+        # for it. The outer pip's record of running builds is not ours to share.
+        environ = {**os.environ, "NO_NATIVE_EXT": "1"}
+        environ.pop("PIP_BUILD_TRACKER", None)
+        print(f"downloading {upstream.name} {upstream.version}", flush=True)
+        if subprocess.run(command, env=environ, check=False).returncode != 0:
+            raise fail(
+                f"{upstream.name} {upstream.version} from pip",
+                "the error above",
+                f"give pip a package index, {by_hand}",
+            )
+        (archive,) = Path(folder).glob("*.tar.gz")
+        check_hash(archive, upstream, "pip")
+        os.replace(archive, kept)
+    return kept
+
+
+def unpack(upstream: Upstream, target: Path, cache: Path) -> None:
+    """Put the LMCache sources into ``target``.
+
+    Args:
+        upstream: The pin.
+        target: Folder to make.
+        cache: Folder that keeps the download.
+
+    Raises:
+        SystemExit: ``LMCACHE_SDIST`` names nothing usable, or a hash differs.
+    """
+    given = os.environ.get("LMCACHE_SDIST")
+    source = Path(given).expanduser() if given else download(upstream, cache)
+    if given and source.is_dir():
+        if not (source / "lmcache" / "__init__.py").is_file():
+            raise fail("an LMCache checkout", str(source), "correct LMCACHE_SDIST")
+        print(f"using the checkout {source}: only replaced files are hash-checked")
+        junk = shutil.ignore_patterns(".git", ".venv", "build", "dist", "*.so", *LITTER)
+        shutil.copytree(source, target, symlinks=True, ignore=junk)
+        return
+    if not source.is_file():
+        raise fail("an sdist or a checkout", f"LMCACHE_SDIST={given}", "correct it")
+    check_hash(source, upstream, str(source))
+    with tarfile.open(source) as archive:
+        archive.extractall(target.parent, filter="data")
+    (target.parent / f"{upstream.name}-{upstream.version}").rename(target)
+
+
+# ---- laying our files on top --------------------------------------------------------
+
+
+def our_files(folders: tuple[str, ...]) -> list[str]:
+    """List our files below the given top-level folders, as relative POSIX paths."""
+    names = []
+    for folder in folders:
+        for path in (ROOT / folder).rglob("*"):
+            litter = LITTER.intersection(path.parts) or path.suffix in (".pyc", ".so")
+            if path.is_file() and not litter:
+                names.append(path.relative_to(ROOT).as_posix())
+    return sorted(names)
+
+
+def check_collisions(upstream: Upstream, stage: Path) -> None:
+    """Refuse collisions that ``upstream.toml`` does not declare.
+
+    Args:
+        upstream: The declarations.
+        stage: Unpacked LMCache, nothing of ours in it yet.
+
+    Raises:
+        SystemExit: A file of ours takes the place of an undeclared one, a replaced
+            file is not the one that was declared, or a declaration has no file.
+    """
+    for name in our_files(SHIPPED + COMPARED):
+        owned = any(is_below(name, folder) for folder in upstream.owned)
+        if (stage / name).exists() and not owned and name not in upstream.replaced:
+            raise fail(
+                "every file that takes the place of one of LMCache's declared",
+                f"{name}, which LMCache {upstream.version} has too",
+                "move it, or declare it in upstream.toml with sha256 = "
+                f'"{sha256_of(stage / name)}"',
+            )
+    for name, sha256 in upstream.replaced.items():
+        shipped = name.split("/")[0] in SHIPPED
+        got = sha256_of(stage / name) if (stage / name).is_file() else "no such file"
+        if got != sha256:
+            raise fail(
+                f"{name} of LMCache with sha256 {sha256}",
+                got,
+                "compare our file with LMCache's, then correct upstream.toml",
+            )
+        if shipped and not (ROOT / name).is_file():
+            raise fail(f"our {name}", "no such file", "remove it from upstream.toml")
+    for folder in upstream.owned:
+        if folder.split("/")[0] in SHIPPED and not our_files((folder,)):
+            raise fail(f"files of ours in {folder}", "none", "see upstream.toml")
+
+
+def lay_over(upstream: Upstream, stage: Path, *, link: bool) -> None:
+    """Drop what we own from the stage and put our files there.
+
+    Args:
+        upstream: The declarations.
+        stage: Unpacked LMCache.
+        link: Link to the files of this repository instead of copying them.
+    """
+    for folder in upstream.owned:
+        shutil.rmtree(stage / folder, ignore_errors=True)
+    for name in our_files(SHIPPED):
+        target = stage / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.unlink(missing_ok=True)
+        if link:
+            target.symlink_to(ROOT / name)
+        else:
+            shutil.copy2(ROOT / name, target)
+
+
+def change_requirements(upstream: Upstream, stage: Path) -> None:
+    """Apply the declared changes to LMCache's list of requirements.
+
+    Args:
+        upstream: The declarations.
+        stage: Unpacked LMCache; ``requirements/common.txt`` is rewritten.
+
+    Raises:
+        SystemExit: A declared requirement is not in LMCache's list.
+    """
+    path = stage / "requirements" / "common.txt"
+    unseen = upstream.dropped | upstream.relaxed.keys()
+    lines = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        match = re.match(r"[A-Za-z0-9][A-Za-z0-9._-]*", line.strip())
+        name = normalized(match[0]) if match else ""
+        unseen -= {name}
+        if name in upstream.dropped:
+            continue
+        lines.append(f"{name}{upstream.relaxed[name]}" if name in upstream.relaxed else line)
+    if unseen:
+        raise fail(
+            "the requirements named in upstream.toml in LMCache's own list",
+            f"no {', '.join(sorted(unseen))} there",
+            "remove them from upstream.toml",
+        )
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def write_torch_record(stage: Path) -> None:
+    """Note in the stage which torch the native extensions are compiled for."""
+    import torch
+
+    path = stage / TORCH_RECORD
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(
+        "# SPDX-License-Identifier: Apache-2.0\n"
+        '"""Written by setup.py when this LMCache was built."""\n\n'
+        f"TORCH_VERSION = {torch.__version__!r}\n",
+        encoding="utf-8",
+    )
+
+
+def stage_key(upstream: Upstream) -> str:
+    """Return what an editable stage depends on, our linked files' content aside."""
+    import torch
+
+    digest = hashlib.sha256(torch.__version__.encode())
+    for path in (ROOT / "setup.py", ROOT / "upstream.toml"):
+        digest.update(path.read_bytes())
+    digest.update(os.environ.get("LMCACHE_SDIST", "").encode())
+    digest.update("\n".join(our_files(SHIPPED)).encode())
+    return digest.hexdigest()
+
+
+def make_stage(upstream: Upstream, cache: Path, *, editable: bool) -> Path:
+    """Make the folder in which LMCache's own ``setup.py`` runs.
+
+    Args:
+        upstream: The pin and the declarations.
+        cache: Folder that keeps the download.
+        editable: Make the stage that an editable install imports from: our files are
+            links, and a stage that is still right is left alone.
+
+    Returns:
+        The stage.
+
+    Raises:
+        SystemExit: Anything is not as declared; an existing stage stays as it was.
+    """
+    stage = BUILD / ("editable" if editable else "wheel")
+    stamp, key = stage / ".stage-key", stage_key(upstream)
+    if editable and stamp.is_file() and stamp.read_text(encoding="utf-8") == key:
+        return stage
+    with tempfile.TemporaryDirectory(dir=BUILD, prefix="stage-") as folder:
+        fresh = Path(folder, "lmcache")
+        unpack(upstream, fresh, cache)
+        check_collisions(upstream, fresh)
+        lay_over(upstream, fresh, link=editable)
+        change_requirements(upstream, fresh)
+        write_torch_record(fresh)
+        if editable:
+            # The default finder of editable installs lets an `lmcache` folder in the
+            # working directory, such as ours, hide the installed package.
+            with (fresh / "setup.cfg").open("a", encoding="utf-8") as config:
+                config.write("\n[editable_wheel]\nmode = compat\n")
+            (fresh / stamp.name).write_text(key, encoding="utf-8")
+        if stage.exists():
+            stage.rename(Path(folder, "old"))
+        fresh.rename(stage)
+    return stage
+
+
+# ---- running ------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Keep two builds of one checkout from sharing a stage."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("waiting for another build of this checkout", flush=True)
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def build(upstream: Upstream, commands: set[str]) -> None:
+    """Stage LMCache with our files and run its own ``setup.py`` on this command line.
+
+    Args:
+        upstream: The pin and the declarations.
+        commands: The words of the command line.
+
+    Raises:
+        SystemExit: The build is refused; see the message.
+    """
+    check_tools()
+    check_profile(os.environ)
+    # torch loads its device backends on import; torch_rbln's fails without a runtime.
+    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+    # Named outright, so that an nvcc on PATH does not make it a CUDA build.
+    os.environ["BUILD_WITH_RBLN"] = "1"
+    cache = Path(os.environ.get("LMCACHE_BUILD_CACHE") or BUILD / "cache").absolute()
+    os.environ["LMCACHE_BUILD_CACHE"] = str(cache)
+    with locked(BUILD / ".lock"):
+        editable = bool(commands & {"develop", "editable_wheel"})
+        stage = make_stage(upstream, cache, editable=editable)
+        # Not earlier: the download must still find LMCache under its own version.
+        variable = f"SETUPTOOLS_SCM_PRETEND_VERSION_FOR_{upstream.name.upper()}"
+        os.environ[variable] = upstream.full_version
+        os.chdir(stage)
+        try:
+            runpy.run_path(str(stage / "setup.py"), run_name="__main__")
+        finally:
+            os.chdir(ROOT)
+
+
+def describe(upstream: Upstream) -> None:
+    """Run a command that is about this repository alone, such as ``sdist``."""
+    # In the checkout itself an egg-info folder would look like an installed lmcache
+    # to every Python that is started there.
+    egg_base = BUILD / "egg-info"
+    egg_base.mkdir(parents=True, exist_ok=True)
+    setuptools.setup(
+        version=upstream.full_version,
+        packages=[],
+        py_modules=[],
+        options={"egg_info": {"egg_base": str(egg_base.relative_to(ROOT))}},
+    )
+
+
+if __name__ == "__main__":
+    overlay = Upstream.load(ROOT / "upstream.toml")
+    words = set(sys.argv[1:])
+    if words & BUILD_COMMANDS:
+        build(overlay, words)
+    else:
+        describe(overlay)
