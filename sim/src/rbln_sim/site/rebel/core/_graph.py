@@ -92,7 +92,8 @@ def _keep_copies(graph: fx.Graph) -> None:
         with graph.inserting_after(node):
             clone = graph.call_function(torch.clone, (node,))
         clone.meta = copy.copy(node.meta)
-        node.replace_all_uses_with(clone, delete_user_cb=lambda user: user is not clone)
+        node.replace_all_uses_with(clone)
+        clone.replace_input_with(clone, node)
 
 
 class _Lifter:

@@ -10,7 +10,6 @@ is complete when the call returns.
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import fx
 from torch._dynamo import register_backend
 
