@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Transfers that fail midway, and torch-rbln releases without streams."""
+
+# Future
+from __future__ import annotations
+
+# Standard
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import MagicMock
+
+# Third Party
+from kv_reference import (
+    LAYOUTS,
+    Case,
+    Layout,
+    assert_same_bytes,
+    check_both_directions,
+    move,
+    random_bits,
+    transfer,
+    upload,
+)
+import pytest
+import torch
+
+# First Party
+from lmcache.v1.platform.devices.rbln import kv_transfer
+from lmcache.v1.platform.devices.rbln.staging import StagingPool
+
+pytestmark = pytest.mark.npu
+
+CASE = Case("blocks_first", 8, 4, 4, 128, 64, torch.float16)
+BUFFERS = 4
+
+
+class Failure(RuntimeError):
+    """The failure that a test plants."""
+
+
+@pytest.fixture
+def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[StagingPool]:
+    """A small pool, so that transfers reuse buffers and losses show."""
+    small = StagingPool(BUFFERS, kv_transfer._make_buffer)
+    monkeypatch.setattr(kv_transfer, "_process_pool", small)
+    # One layer's block a buffer: a batch per layer.
+    monkeypatch.setattr(kv_transfer, "BUFFER_BYTES", 2 * 4 * 128 * 64 * 2)
+    yield small
+    small.close()
+
+
+def fail_at(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Make the device copy of the ``count``-th piece fail, after real ones."""
+    real = kv_transfer.device_slice
+    seen = 0
+
+    def device_slice(*arguments: Any) -> torch.Tensor:
+        nonlocal seen
+        seen += 1
+        if seen == count:
+            raise Failure
+        return real(*arguments)
+
+    monkeypatch.setattr(kv_transfer, "device_slice", device_slice)
+
+
+@pytest.mark.parametrize("to_chunks", [True, False])
+@pytest.mark.parametrize("count", [1, 2, 5, 8])
+def test_a_failed_transfer_is_drained_and_gives_its_buffers_back(
+    pool: StagingPool, monkeypatch: pytest.MonkeyPatch, to_chunks: bool, count: int
+) -> None:
+    layers = [random_bits(CASE.layer_shape, CASE.dtype, i) for i in range(8)]
+    device_layers = [upload(layer, "rbln:0") for layer in layers]
+    chunk = random_bits(CASE.chunk_shape(128), CASE.dtype, 9)
+    with monkeypatch.context() as patch:
+        fail_at(patch, count)
+        with pytest.raises(Failure):
+            transfer(CASE, to_chunks, device_layers, [chunk], [2], 128)
+    assert torch.rbln.current_stream("rbln:0").query()
+    with pool.ring(BUFFERS) as buffers:
+        assert len({buffer.data_ptr() for buffer in buffers}) == BUFFERS
+    # The next transfer through the same buffers is right.
+    device_layers = [upload(layer, "rbln:0") for layer in layers]
+    wanted = [torch.zeros_like(chunk)]
+    got = [torch.zeros_like(chunk)]
+    move(CASE, True, layers, wanted, [1], 128)
+    transfer(CASE, True, device_layers, got, [1], 128)
+    assert_same_bytes(got, wanted)
+
+
+def test_buffers_of_a_lost_device_are_never_used_again(
+    pool: StagingPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = [upload(torch.zeros(CASE.layer_shape).half(), "rbln:0") for _ in range(8)]
+    chunk = torch.zeros(CASE.chunk_shape(128)).half()
+    stream = MagicMock(wraps=torch.rbln.current_stream("rbln:0"))
+    stream.synchronize.side_effect = RuntimeError("device lost")
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.rbln, "current_stream", lambda device: stream)
+        patch.setattr(torch.rbln, "Event", MagicMock(name="Event"))
+        fail_at(patch, 3)
+        # The first failure is the one reported, not that of the clean-up.
+        with pytest.raises(Failure):
+            transfer(CASE, True, layers, [chunk], [0], 128)
+    torch.rbln.synchronize()
+    with pytest.raises(RuntimeError, match="restart the process"):
+        transfer(CASE, True, layers, [chunk], [0], 128)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_without_streams_copies_are_synchronous_and_it_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, layout: Layout
+) -> None:
+    warning = MagicMock()
+    monkeypatch.setattr(kv_transfer.logger, "warning", warning)
+    monkeypatch.setattr(kv_transfer, "_process_pool", None)
+    for name in ("Stream", "Event", "current_stream"):
+        monkeypatch.delattr(torch.rbln, name)
+    kv_transfer._supports_async_copies.cache_clear()
+    try:
+        for seed in range(3):
+            case = Case(layout, 3, 6)
+            check_both_directions(case, "rbln:0", [4, 0, 5, 1], 2, seed=seed)
+    finally:
+        kv_transfer._supports_async_copies.cache_clear()
+    warning.assert_called_once()
+    said = warning.call_args.args[0] % warning.call_args.args[1:]
+    assert "Stream, Event, current_stream" in said
+    assert "torch-rbln" in said
