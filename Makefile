@@ -13,7 +13,7 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 TESTS := $(wildcard tests sim/tests lmcache-rbln/tests)
 PYTHON_SOURCES := $(wildcard setup.py conftest.py setup_extensions dev lmcache sim \
     lmcache-rbln examples benchmarks tests .buildkite)
-CXX_SOURCES = $(shell git ls-files '*.cpp' '*.h')
+CXX_SOURCES = $(shell git ls-files '*.cc' '*.cpp' '*.h')
 
 .PHONY: setup demo test lint wheel clean distclean
 

@@ -387,7 +387,9 @@ def change_requirements(upstream: Upstream, stage: Path) -> None:
         unseen -= {name}
         if name in upstream.dropped:
             continue
-        lines.append(f"{name}{upstream.relaxed[name]}" if name in upstream.relaxed else line)
+        lines.append(
+            f"{name}{upstream.relaxed[name]}" if name in upstream.relaxed else line
+        )
     if unseen:
         raise fail(
             "the requirements named in upstream.toml in LMCache's own list",

@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -42,11 +43,13 @@ class Step:
         title: What the user sees while it runs.
         inputs: What the result depends on; the step is done again when it changes.
         run: Does it.
+        product: What it leaves outside .venv; the step is done again if that is gone.
     """
 
     title: str
     inputs: Callable[[], str]
     run: Callable[[], None]
+    product: Path = VENV
 
 
 def digest(files: Iterable[Path], *extra: str) -> str:
@@ -68,8 +71,10 @@ def files_below(*folders: str) -> list[Path]:
         for path in (ROOT / folder).rglob("*")
         if path.is_file()
         and path.suffix not in (".pyc", ".so", ".o")
-        and not {"build", "__pycache__"}.intersection(path.relative_to(ROOT).parts)
-        and not any(part.endswith(".egg-info") for part in path.parts)
+        and not any(
+            part == "build" or part.startswith((".", "__pycache__"))
+            for part in path.relative_to(ROOT).parts
+        )
     ]
 
 
@@ -77,12 +82,15 @@ def files_below(*folders: str) -> list[Path]:
 
 
 def last_sign_of_life() -> str:
-    """Return the newest line of the log that tells what is being done."""
+    """Return what the newest telling line of the log says is being done."""
     tail = LOG.read_text(encoding="utf-8", errors="replace")[-20000:].splitlines()
-    words = ("Collecting", "Downloading", "Using cached", "Building", "Installing", "[")
-    for line in reversed(tail):
-        if line.strip().startswith(words):
-            return line.strip()[:90]
+    words = ("Collecting", "Downloading", "Using cached", "Building", "Installing")
+    for line in map(str.strip, reversed(tail)):
+        compiling = re.match(r"\[(\d+/\d+)\].* -c (\S+)", line)
+        if compiling:
+            return f"compiling {Path(compiling[2]).name} ({compiling[1]})"
+        if line.startswith(words):
+            return line[:78]
     return ""
 
 
@@ -232,7 +240,9 @@ def name_vllm() -> None:
 
 def install_editable(folder: str) -> None:
     """Install a project of this repository so that changes to it are live."""
-    pip("install", "--no-deps", "--no-build-isolation", "-e", str(ROOT / folder))
+    # Verbose, so that the log shows what is being compiled.
+    options = ["--verbose", "--no-deps", "--no-build-isolation"]
+    pip("install", *options, "-e", str(ROOT / folder))
 
 
 def overlay_inputs() -> str:
@@ -249,6 +259,12 @@ def overlay_inputs() -> str:
         os.environ.get("LMCACHE_SDIST", ""),
         *sorted(names),
     )
+
+
+def sim_inputs() -> str:
+    """Return what the installed simulator depends on: its Python files are live."""
+    built = [ROOT / "sim" / name for name in ("Makefile", "pyproject.toml", "setup.py")]
+    return digest([*built, *files_below("sim/csrc")])
 
 
 def requirements_step(title: str, name: str) -> Step:
@@ -273,11 +289,13 @@ STEPS = {
         "LMCache with our files (the first time compiles for a minute or two)",
         overlay_inputs,
         lambda: install_editable("."),
+        product=ROOT / "build" / "editable" / "lmcache" / "__init__.py",
     ),
     "sim": Step(
         "the simulated NPU",
-        lambda: digest(files_below("sim")),
+        sim_inputs,
         lambda: install_editable("sim"),
+        product=ROOT / "sim" / "build" / "librbln.so",
     ),
 }
 
@@ -302,10 +320,11 @@ def set_up() -> None:
         print("setting up .venv", flush=True)
         make_venv()
         state = {"python": sys.version}
-    if not (ROOT / "sim" / "pyproject.toml").exists():  # INTERIM
-        STEPS.pop("sim", None)
+    keys = {name: step.inputs() for name, step in STEPS.items()}
     due = {
-        name: key for name, s in STEPS.items() if state.get(name) != (key := s.inputs())
+        name: key
+        for name, key in keys.items()
+        if state.get(name) != key or not STEPS[name].product.exists()
     }
     start = time.monotonic()
     for number, (name, key) in enumerate(due.items(), 1):
