@@ -161,8 +161,8 @@ class Rccl {
                         rccl_extra_args* extra);
   RBLN_ABI RetCode Recv(void* data, int count, RcclDataType type, int peer,
                         rccl_extra_args* extra);
-  RBLN_ABI RetCode Broadcast(void* in, void* out, int count, RcclDataType type, int root,
-                             rccl_extra_args* extra);
+  RBLN_ABI RetCode Broadcast(void* in, void* out, int count, RcclDataType type,
+                             int root, rccl_extra_args* extra);
   RBLN_ABI RetCode AllGather(void* in, const std::vector<void*>& out, int count,
                              RcclDataType type, int root, rccl_extra_args* extra);
   RBLN_ABI RetCode AllReduce(void* in, void* out, int count, RcclDataType type,
@@ -248,7 +248,8 @@ RBLN_ABI RetCode rbln_reset_peak_memory_stats(int torch_device);
 
 RBLN_ABI uint32_t rbln_prof_v2v_hidden_num_reasons();
 RBLN_ABI uint32_t rbln_prof_v2v_reject_num_reasons();
-RBLN_ABI void rbln_prof_get_v2v_hidden_d2h(uint64_t* counts, uint64_t* bytes, uint32_t n);
+RBLN_ABI void rbln_prof_get_v2v_hidden_d2h(uint64_t* counts, uint64_t* bytes,
+                                           uint32_t n);
 RBLN_ABI void rbln_prof_get_v2v_reject(uint64_t* counts, uint64_t* bytes, uint32_t n);
 RBLN_ABI void rbln_prof_get_host_sync_d2h(uint64_t* count, uint64_t* bytes);
 RBLN_ABI void rbln_prof_get_host_sync_h2d(uint64_t* count, uint64_t* bytes);

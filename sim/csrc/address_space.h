@@ -10,8 +10,8 @@ namespace rbln_sim {
 /// Hands out device addresses.
 ///
 /// They lie in a range that the process has reserved without access, so that a host
-/// dereference of a device address faults instead of reading something. A freed range is
-/// reused as late as possible, and every range is followed by a gap, so stale and
+/// dereference of a device address faults instead of reading something. A freed range
+/// is reused as late as possible, and every range is followed by a gap, so stale and
 /// overrunning addresses hit nothing.
 class AddressSpace {
  public:
@@ -21,9 +21,7 @@ class AddressSpace {
   uint64_t take(uint64_t size);
   void give_back(uint64_t base);
   /// Whether the address was or could be handed out.
-  bool contains(uint64_t address) const {
-    return address >= begin_ && address < end_;
-  }
+  bool contains(uint64_t address) const { return address >= begin_ && address < end_; }
 
   static constexpr uint64_t kAlignment = 4096;
   static constexpr uint64_t kGap = 64 << 10;

@@ -9,8 +9,8 @@
 
 namespace rbln_sim {
 
-/// Run the body of a call that uses an NPU: refused in a child forked from an owner, and
-/// when a setting is wrong.
+/// Run the body of a call that uses an NPU: refused in a child forked from an owner,
+/// and when a setting is wrong.
 template <typename Body>
 RetCode use(const char* function, Body&& body) noexcept {
   return guarded(function, [&] {

@@ -46,7 +46,7 @@ void register_device(uint32_t id, const std::vector<unsigned>& npus);
 Device& device(uint32_t id);
 
 /// The device that the NPU at position `npu` of the visible ones belongs to, or null if
-/// this process has not opened it. Throws Refusal if there is no such NPU.
+/// this process has not opened it.
 Device* device_of_npu(unsigned npu);
 
 }  // namespace rbln_sim

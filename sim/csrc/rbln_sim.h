@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * What librbln.so exports beside the symbols of the real one: for the simulated compiler
- * and for tests. Every function returns 0 on success; on failure it prints the reason to
- * stderr.
+ * What librbln.so exports beside the symbols of the real one: for the simulated
+ * compiler and for tests. Every function returns 0 on success; on failure it prints the
+ * reason to stderr.
  */
 #pragma once
 
@@ -27,8 +27,8 @@ RBLN_SIM_API int rbln_sim_device_view(uint64_t vaddr, uint64_t bytes,
  * thread's current stream of `device` is done. */
 RBLN_SIM_API int rbln_sim_graph_begin(uint32_t device);
 
-/* Check the RBLN_SIM_* settings and the visible NPUs without opening one. On failure the
- * reason is also stored in `reason`, cut to `capacity` bytes. */
+/* Check the RBLN_SIM_* settings and the visible NPUs without opening one. On failure
+ * the reason is also stored in `reason`, cut to `capacity` bytes. */
 RBLN_SIM_API int rbln_sim_check(char* reason, uint64_t capacity);
 
 #ifdef __cplusplus

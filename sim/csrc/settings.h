@@ -28,7 +28,8 @@ struct Settings {
 /// supported by this version.
 Settings read_settings();
 
-/// The settings of this process, read at the first successful call.
+/// The settings of this process, read when it first uses an NPU. Detection, which may
+/// come before a program has set everything, uses read_settings() instead.
 const Settings& settings();
 
 }  // namespace rbln_sim

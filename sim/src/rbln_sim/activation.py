@@ -114,7 +114,8 @@ def activate() -> None:
             "before the first `import torch`, or run the program with "
             "`rbln-sim exec -- COMMAND`"
         )
-    os.environ.update(environment())
+    child_environment = environment()
     check_settings()
+    os.environ.update(child_environment)
     if str(site_folder()) not in sys.path:
         sys.path.insert(0, str(site_folder()))

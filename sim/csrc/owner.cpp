@@ -76,7 +76,8 @@ void make_state_dir(const std::string& path) {
   struct stat info{};
   if (lstat(path.c_str(), &info) != 0 || !S_ISDIR(info.st_mode) ||
       info.st_uid != geteuid()) {
-    refuse(kFailure, path, " is not a folder of this user; RBLN_SIM_STATE_DIR names another");
+    refuse(kFailure, path,
+           " is not a folder of this user; RBLN_SIM_STATE_DIR names another");
   }
 }
 
@@ -99,7 +100,8 @@ int lock_npu(unsigned npu) {
     close(file);
     refuse(kFailure, "NPU ", npu, " is held by ", holder);
   }
-  const std::string text = "pid " + std::to_string(getpid()) + " (" + command_line() + ")";
+  const std::string text =
+      "pid " + std::to_string(getpid()) + " (" + command_line() + ")";
   if (ftruncate(file, 0) != 0 ||
       pwrite(file, text.data(), text.size(), 0) != static_cast<ssize_t>(text.size())) {
     close(file);
@@ -114,16 +116,15 @@ void log_open(unsigned npu) {
   timespec now{};
   clock_gettime(CLOCK_REALTIME, &now);
   char time_text[64];
-  snprintf(time_text, sizeof time_text, "%lld.%06ld", static_cast<long long>(now.tv_sec),
-           now.tv_nsec / 1000);
-  const std::string line = "{\"pid\": " + std::to_string(getpid()) +
-                           ", \"npu\": " + std::to_string(npu) +
-                           ", \"time\": " + time_text +
-                           ", \"argv\": " + json_text(command_line()) + "}\n";
+  snprintf(time_text, sizeof time_text, "%lld.%06ld",
+           static_cast<long long>(now.tv_sec), now.tv_nsec / 1000);
+  const std::string line =
+      "{\"pid\": " + std::to_string(getpid()) + ", \"npu\": " + std::to_string(npu) +
+      ", \"time\": " + time_text + ", \"argv\": " + json_text(command_line()) + "}\n";
   const int file = open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644);
   if (file < 0) {
-    refuse(kFailure, "cannot open RBLN_SIM_OPEN_LOG='", path, "': ",
-           std::strerror(errno));
+    refuse(kFailure, "cannot open RBLN_SIM_OPEN_LOG='", path,
+           "': ", std::strerror(errno));
   }
   const bool written =
       write(file, line.data(), line.size()) == static_cast<ssize_t>(line.size());

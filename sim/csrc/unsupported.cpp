@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What is not simulated. Each call fails with its own name; the few that may succeed say
-// why that is true.
+// What is not simulated. Each call fails with its own name; the few that may succeed
+// say why that is true.
 #include "api.h"
 
 using namespace rbln_sim;

@@ -29,14 +29,12 @@ HostCopy check_host_copy(uint64_t host, uint64_t vaddr, uint64_t bytes) {
 
 void host_to_device(const HostCopy& copy) {
   const Range& to = copy.range;
-  const Span target = to.allocation->host_write(to.offset, to.length);
-  copy_now({target.bytes, copy.host, to.length, target.owner, nullptr});
+  to.allocation->write(to.offset, to.length, copy.host);
 }
 
 void device_to_host(const HostCopy& copy) {
   const Range& from = copy.range;
-  const Span source = from.allocation->host_read(from.offset, from.length);
-  copy_now({copy.host, source.bytes, from.length, nullptr, source.owner});
+  from.allocation->read(from.offset, from.length, copy.host);
 }
 
 void drain_for(const Range& range) {
@@ -55,24 +53,14 @@ DeviceCopy check_device_copy(uint64_t src, uint64_t dst, uint64_t bytes) {
 
 void device_to_device(const DeviceCopy& copy) {
   const auto& [from, to] = copy;
-  const auto residency = from.allocation->residency();
-  const bool src_on_device = residency == Allocation::Residency::kDevice ||
-                             (residency == Allocation::Residency::kBoth &&
-                              to.allocation->on_device());
-  if (src_on_device) {
-    const Span source = from.allocation->device_read(from.offset);
-    const Span target = to.allocation->device_write(to.offset, to.length);
-    copy_now({target.bytes, source.bytes, to.length, target.owner, source.owner});
-    return;
-  }
-  if (residency == Allocation::Residency::kBoth) {
-    counters().hidden[kSrcSynced].add(from.length);
-  } else {
+  const auto [source, on_device] = from.allocation->source(from.offset);
+  if (!on_device) {
     counters().hidden[kSrcNotOnDevice].add(from.length);
     counters().reject[kRejectSrcNotOnDevice].add(from.length);
+    to.allocation->write(to.offset, to.length, source.bytes);
+    return;
   }
-  const Span source = from.allocation->host_read(from.offset, from.length);
-  const Span target = to.allocation->host_write(to.offset, to.length);
+  const Span target = to.allocation->device_target(to.offset, to.length);
   copy_now({target.bytes, source.bytes, to.length, target.owner, source.owner});
 }
 
@@ -145,9 +133,9 @@ RetCode rbln_memcpy_h2v_async(uint64_t src, uint64_t dst, uint64_t bytes,
       return;
     }
     const auto stream = current_stream(to.allocation->device().id());
-    const Span target = to.allocation->device_write(to.offset, to.length);
-    out(handle) = copy_on(
-        *stream, {target.bytes, copy.host, to.length, to.allocation, nullptr});
+    const Span target = to.allocation->device_target(to.offset, to.length);
+    out(handle) =
+        copy_on(*stream, {target.bytes, copy.host, to.length, to.allocation, nullptr});
   });
 }
 
@@ -156,8 +144,8 @@ RetCode rbln_memcpy_v2h_async(uint64_t src, uint64_t dst, uint64_t bytes,
   return use(__func__, [&] {
     const HostCopy copy = check_host_copy(dst, src, bytes);
     const Range& from = copy.range;
-    const Span source = from.allocation->device_read(from.offset);
-    if (source.bytes == nullptr) {
+    const auto [source, on_device] = from.allocation->source(from.offset);
+    if (!on_device) {
       drain_for(from);
       device_to_host(copy);
       out(handle) = 0;
@@ -175,8 +163,8 @@ RetCode rbln_memcpy_v2v_async(uint64_t src, uint64_t dst, uint64_t bytes,
     const DeviceCopy copy = check_device_copy(src, dst, bytes);
     const auto& [from, to] = copy;
     const bool one_device = &from.allocation->device() == &to.allocation->device();
-    const Span source = from.allocation->device_read(from.offset);
-    if (!one_device || source.bytes == nullptr) {
+    const auto [source, on_device] = from.allocation->source(from.offset);
+    if (!one_device || !on_device) {
       drain_for(from);
       drain_for(to);
       device_to_device(copy);
@@ -184,7 +172,7 @@ RetCode rbln_memcpy_v2v_async(uint64_t src, uint64_t dst, uint64_t bytes,
       return;
     }
     const auto stream = current_stream(from.allocation->device().id());
-    const Span target = to.allocation->device_write(to.offset, to.length);
+    const Span target = to.allocation->device_target(to.offset, to.length);
     out(handle) = copy_on(*stream, {target.bytes, source.bytes, to.length,
                                     to.allocation, from.allocation});
   });

@@ -26,8 +26,8 @@ Events& events() {
 
 void Event::record(std::shared_ptr<Stream> stream) {
   if (stream->device() != device()) {
-    refuse(kInvalid, "the event is of rbln:", device(), ", the stream of rbln:",
-           stream->device());
+    refuse(kInvalid, "the event is of rbln:", device(),
+           ", the stream of rbln:", stream->device());
   }
   std::lock_guard<std::mutex> lock(mutex_);
   mark_.ticket = stream->newest();
@@ -74,7 +74,8 @@ void destroy_event(uint64_t handle) {
   refuse_forked();
   Events& all = events();
   std::unique_lock<std::shared_mutex> lock(all.mutex);
-  if (all.by_handle.erase(handle) == 0) refuse(kInvalid, hex(handle), " is not an event");
+  if (all.by_handle.erase(handle) == 0)
+    refuse(kInvalid, hex(handle), " is not an event");
 }
 
 std::shared_ptr<Event> find_event(uint64_t handle) {

@@ -128,7 +128,8 @@ char* host_pointer(uint64_t pointer, uint64_t length) {
   if (pointer == 0) refuse(kInvalid, "the host pointer is null");
   const AddressSpace& space = AddressSpace::instance();
   if (space.contains(pointer) || space.contains(pointer + length - 1)) {
-    refuse(kInvalid, hex(pointer), " is a device address where a host pointer is wanted");
+    refuse(kInvalid, hex(pointer),
+           " is a device address where a host pointer is wanted");
   }
   return reinterpret_cast<char*>(pointer);
 }

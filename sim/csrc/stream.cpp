@@ -78,9 +78,8 @@ void Stream::start() {
 }
 
 void Stream::run() {
-  const std::string name =
-      "rbln" + std::to_string(device()) + "-s" +
-      std::to_string(static_cast<uint32_t>(handle_));
+  const std::string name = "rbln" + std::to_string(device()) + "-s" +
+                           std::to_string(static_cast<uint32_t>(handle_));
   pthread_setname_np(pthread_self(), name.substr(0, 15).c_str());
   std::unique_lock<std::mutex> lock(mutex_);
   for (;;) {
@@ -114,7 +113,8 @@ std::shared_ptr<Stream> find_stream(uint64_t handle) {
   refuse_forked();
   if (auto known = find_known(handle)) return known;
   const auto device_id = static_cast<uint32_t>(handle >> 32);
-  if (handle != handle_of(device_id, 0)) refuse(kInvalid, hex(handle), " is not a stream");
+  if (handle != handle_of(device_id, 0))
+    refuse(kInvalid, hex(handle), " is not a stream");
   device(device_id);
   Streams& all = streams();
   std::unique_lock<std::shared_mutex> lock(all.mutex);
@@ -149,7 +149,8 @@ void drain_device(uint32_t device_id) {
     Streams& all = streams();
     std::shared_lock<std::shared_mutex> lock(all.mutex);
     const auto end = all.by_handle.lower_bound(handle_of(device_id + 1, 0));
-    for (auto it = all.by_handle.lower_bound(handle_of(device_id, 0)); it != end; ++it) {
+    for (auto it = all.by_handle.lower_bound(handle_of(device_id, 0)); it != end;
+         ++it) {
       pending.emplace_back(it->second, it->second->newest());
     }
   }

@@ -101,8 +101,17 @@ RetCode rbln_set_device_alloc_layout_like(uint64_t target, uint64_t reference) {
 
 RetCode rbln_set_memory_info(uint64_t vaddr, DataType user, DataType physical,
                              const std::vector<int64_t>& shape) {
-  return use(__func__,
-             [&] { resolve(vaddr, 1).allocation->set_info(user, physical, shape); });
+  return use(__func__, [&] {
+    for (const DataType type : {user, physical}) {
+      if (type < DataType::Undefined || type > DataType::Complex128) {
+        refuse(kInvalid, "there is no data type ", static_cast<int>(type));
+      }
+    }
+    for (const int64_t extent : shape) {
+      if (extent < 0) refuse(kInvalid, "the shape has a negative extent ", extent);
+    }
+    resolve(vaddr, 1).allocation->set_info(user, physical, shape);
+  });
 }
 
 RetCode rbln_get_memory_info(uint64_t vaddr, MemoryInfo& info) {

@@ -9,6 +9,18 @@
 
 using namespace rbln_sim;
 
+namespace {
+
+unsigned check_npu(int npu) {
+  const size_t count = visible_npus().size();
+  if (npu < 0 || static_cast<size_t>(npu) >= count) {
+    refuse(kInvalid, "there is no NPU ", npu, "; ", count, " visible");
+  }
+  return static_cast<unsigned>(npu);
+}
+
+}  // namespace
+
 uint32_t rbln_abi_current() { return kAbiCurrent; }
 uint32_t rbln_abi_min_supported() { return kAbiMinSupported; }
 bool rbln_runtime_available() { return true; }
@@ -34,25 +46,24 @@ RetCode rbln_register_device_id(int torch_device, int* npus, int count) {
 
 RetCode rbln_get_device_properties(int npu, RBLNDeviceProperties* properties) {
   return guarded(__func__, [&] {
-    const size_t count = visible_npus().size();
-    if (npu < 0 || static_cast<size_t>(npu) >= count) {
-      refuse(kInvalid, "there is no NPU ", npu, "; ", count, " visible");
-    }
+    check_npu(npu);
+    const uint64_t memory = read_settings().memory_bytes;
     RBLNDeviceProperties& filled = out(properties);
     filled = {};
     static_assert(sizeof kNpuName <= sizeof filled.name);
     std::memcpy(filled.name, kNpuName, sizeof kNpuName);
-    filled.total_memory = settings().memory_bytes;
-    filled.memory_per_chiplet = settings().memory_bytes / kChiplets;
+    filled.total_memory = memory;
+    filled.memory_per_chiplet = memory / kChiplets;
     filled.chiplets = kChiplets;
   });
 }
 
 RetCode rbln_get_device_memory_info(int npu, RBLNDeviceMemoryInfo* info) {
-  return use(__func__, [&] {
-    const Device* known = device_of_npu(static_cast<unsigned>(npu));
+  return guarded(__func__, [&] {
+    refuse_forked();
+    const Device* known = device_of_npu(check_npu(npu));
     out(info) = known != nullptr ? known->ledger.usage()
-                                 : unused_memory(settings().memory_bytes);
+                                 : unused_memory(read_settings().memory_bytes);
   });
 }
 
@@ -68,9 +79,8 @@ RetCode rbln_reset_accumulated_memory_stats(int torch_device) {
 }
 
 RetCode rbln_reset_peak_memory_stats(int torch_device) {
-  return use(__func__, [&] {
-    device(static_cast<uint32_t>(torch_device)).ledger.reset_peaks();
-  });
+  return use(__func__,
+             [&] { device(static_cast<uint32_t>(torch_device)).ledger.reset_peaks(); });
 }
 
 rbln::MemoryStats rbln_get_memory_stats(int torch_device) {
