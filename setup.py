@@ -34,9 +34,9 @@ from pathlib import Path, PurePosixPath
 
 import setuptools
 
-try:
+if sys.version_info >= (3, 11):
     import tomllib
-except ModuleNotFoundError:  # Python 3.10
+else:
     from setuptools.compat.py310 import tomllib
 
 ROOT = Path(__file__).resolve().parent
@@ -79,6 +79,7 @@ class Upstream:
     local_version: str
     owned: tuple[str, ...]
     replaced: dict[str, str]
+    edits: tuple[dict[str, str], ...]
     dropped: frozenset[str]
     relaxed: dict[str, str]
 
@@ -115,6 +116,7 @@ class Upstream:
             local_version=pin["local_version"],
             owned=owned,
             replaced=replaced,
+            edits=tuple(data.get("edited", [])),
             dropped=frozenset(normalized(name) for name in requirements["drop"]),
             relaxed={normalized(k): v for k, v in requirements["relax"].items()},
         )
@@ -368,6 +370,28 @@ def lay_over(upstream: Upstream, stage: Path, *, link: bool) -> None:
             shutil.copy2(ROOT / name, target)
 
 
+def apply_edits(upstream: Upstream, stage: Path) -> None:
+    """Make the declared changes of a few words in LMCache's own files.
+
+    Args:
+        upstream: The declarations.
+        stage: LMCache with our files laid over it.
+
+    Raises:
+        SystemExit: The words to change do not stand in the file exactly once.
+    """
+    for edit in upstream.edits:
+        path = stage / edit["path"]
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""
+        if text.count(edit["find"]) != 1:
+            raise fail(
+                f"the words to edit exactly once in LMCache's {edit['path']}",
+                f"{text.count(edit['find'])} times",
+                "compare the [[edited]] block in upstream.toml with that file",
+            )
+        path.write_text(text.replace(edit["find"], edit["replace"]), encoding="utf-8")
+
+
 def change_requirements(upstream: Upstream, stage: Path) -> None:
     """Apply the declared changes to LMCache's list of requirements.
 
@@ -387,9 +411,8 @@ def change_requirements(upstream: Upstream, stage: Path) -> None:
         unseen -= {name}
         if name in upstream.dropped:
             continue
-        lines.append(
-            f"{name}{upstream.relaxed[name]}" if name in upstream.relaxed else line
-        )
+        relaxed = upstream.relaxed.get(name)
+        lines.append(line if relaxed is None else name + relaxed)
     if unseen:
         raise fail(
             "the requirements named in upstream.toml in LMCache's own list",
@@ -449,6 +472,7 @@ def make_stage(upstream: Upstream, cache: Path, *, editable: bool) -> Path:
         unpack(upstream, fresh, cache)
         check_collisions(upstream, fresh)
         lay_over(upstream, fresh, link=editable)
+        apply_edits(upstream, fresh)
         change_requirements(upstream, fresh)
         write_torch_record(fresh)
         if editable:
