@@ -21,7 +21,6 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import os
-import re
 import runpy
 import shutil
 import subprocess
@@ -29,24 +28,29 @@ import sys
 import tarfile
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import setuptools
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    from setuptools.compat.py310 import tomllib
-
 ROOT = Path(__file__).resolve().parent
-BUILD = ROOT / "build"
+# Not as a part of the package setup_extensions: that is LMCache's name once staged.
+sys.path.insert(0, str(ROOT / "setup_extensions"))
+from lmcache_overlay import (  # noqa: E402
+    LITTER,
+    SHIPPED,
+    Upstream,
+    apply_edits,
+    change_requirements,
+    check_collisions,
+    fail,
+    lay_over,
+    our_files,
+    sha256_of,
+)
 
-# Top-level folders whose files go into the stage, and those that only share LMCache's
-# paths: they are checked for undeclared collisions and never get into a wheel.
-SHIPPED = ("csrc", "lmcache", "requirements", "setup_extensions")
-COMPARED = (".buildkite", "benchmarks", "docs", "examples", "tests")
-LITTER = {"__pycache__", ".mypy_cache", ".pytest_cache", ".ruff_cache"}
+sys.path.pop(0)
+
+BUILD = ROOT / "build"
 
 BUILD_COMMANDS = {
     "bdist_wheel",
@@ -62,84 +66,6 @@ BUILD_COMMANDS = {
 # every protobuf from 6.31.1 on; a newer one would silently raise that floor.
 GRPC_TOOLS = "1.78.0"
 TORCH_RECORD = "lmcache/v1/platform/devices/rbln/built_with.py"
-
-
-def fail(wanted: str, got: str, fix: str) -> SystemExit:
-    """Return the exception that stops the build with one readable message."""
-    return SystemExit(f"error: wanted {wanted}; got {got}.\n       Fix: {fix}.")
-
-
-@dataclass(frozen=True)
-class Upstream:
-    """The pin and the declared differences, as read from ``upstream.toml``."""
-
-    name: str
-    version: str
-    sha256: str
-    local_version: str
-    owned: tuple[str, ...]
-    replaced: dict[str, str]
-    edits: tuple[dict[str, str], ...]
-    dropped: frozenset[str]
-    relaxed: dict[str, str]
-
-    @classmethod
-    def load(cls, path: Path) -> Upstream:
-        """Read ``upstream.toml``.
-
-        Args:
-            path: The file to read.
-
-        Returns:
-            Its content.
-
-        Raises:
-            SystemExit: A path is declared twice.
-        """
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-        pin, requirements = data["upstream"], data["requirements"]
-        entries = data.get("replaced", [])
-        replaced = {entry["path"]: entry["sha256"] for entry in entries}
-        owned = tuple(data["owned"]["folders"])
-        for name in replaced:
-            twice = [e["path"] for e in entries].count(name) > 1
-            if twice or any(is_below(name, folder) for folder in owned):
-                raise fail(
-                    f"each path declared once in {path.name}",
-                    f"{name} twice, or inside an owned folder",
-                    "remove one of the declarations",
-                )
-        return cls(
-            name=pin["name"],
-            version=pin["version"],
-            sha256=pin["sha256"],
-            local_version=pin["local_version"],
-            owned=owned,
-            replaced=replaced,
-            edits=tuple(data.get("edited", [])),
-            dropped=frozenset(normalized(name) for name in requirements["drop"]),
-            relaxed={normalized(k): v for k, v in requirements["relax"].items()},
-        )
-
-    @property
-    def full_version(self) -> str:
-        """Version of the wheel, for example ``0.5.6+rbln``."""
-        return f"{self.version}+{self.local_version}"
-
-
-def normalized(name: str) -> str:
-    """Return a distribution name in the form in which names compare equal."""
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
-def is_below(name: str, folder: str) -> bool:
-    """Tell whether the relative path ``name`` is ``folder`` or lies below it."""
-    return PurePosixPath(name).is_relative_to(folder)
-
-
-def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a file as hexadecimal digits."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 # ---- before anything is staged ------------------------------------------------------
@@ -249,9 +175,11 @@ def download(upstream: Upstream, cache: Path) -> Path:
         raise fail("pip, to download LMCache", "no pip", f"install pip, {by_hand}")
     kept.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=kept.parent) as folder:
-        pin = f"{upstream.name}=={upstream.version} --hash=sha256:{upstream.sha256}\n"
         requirement = Path(folder, "pin.txt")
-        requirement.write_text(pin, encoding="utf-8")
+        requirement.write_text(
+            f"{upstream.name}=={upstream.version} --hash=sha256:{upstream.sha256}\n",
+            encoding="utf-8",
+        )
         command = [sys.executable, "-m", "pip", "download", "--quiet"]
         command += ["--no-deps", "--no-binary", upstream.name, "--no-build-isolation"]
         command += ["--require-hashes", "--dest", folder, "-r", str(requirement)]
@@ -300,128 +228,6 @@ def unpack(upstream: Upstream, target: Path, cache: Path) -> None:
     (target.parent / f"{upstream.name}-{upstream.version}").rename(target)
 
 
-# ---- laying our files on top --------------------------------------------------------
-
-
-def our_files(folders: tuple[str, ...]) -> list[str]:
-    """List our files below the given top-level folders, as relative POSIX paths."""
-    names = []
-    for folder in folders:
-        for path in (ROOT / folder).rglob("*"):
-            litter = LITTER.intersection(path.parts) or path.suffix in (".pyc", ".so")
-            if path.is_file() and not litter:
-                names.append(path.relative_to(ROOT).as_posix())
-    return sorted(names)
-
-
-def check_collisions(upstream: Upstream, stage: Path) -> None:
-    """Refuse collisions that ``upstream.toml`` does not declare.
-
-    Args:
-        upstream: The declarations.
-        stage: Unpacked LMCache, nothing of ours in it yet.
-
-    Raises:
-        SystemExit: A file of ours takes the place of an undeclared one, a replaced
-            file is not the one that was declared, or a declaration has no file.
-    """
-    for name in our_files(SHIPPED + COMPARED):
-        owned = any(is_below(name, folder) for folder in upstream.owned)
-        if (stage / name).exists() and not owned and name not in upstream.replaced:
-            raise fail(
-                "every file that takes the place of one of LMCache's declared",
-                f"{name}, which LMCache {upstream.version} has too",
-                "move it, or declare it in upstream.toml with sha256 = "
-                f'"{sha256_of(stage / name)}"',
-            )
-    for name, sha256 in upstream.replaced.items():
-        shipped = name.split("/")[0] in SHIPPED
-        got = sha256_of(stage / name) if (stage / name).is_file() else "no such file"
-        if got != sha256:
-            raise fail(
-                f"{name} of LMCache with sha256 {sha256}",
-                got,
-                "compare our file with LMCache's, then correct upstream.toml",
-            )
-        if shipped and not (ROOT / name).is_file():
-            raise fail(f"our {name}", "no such file", "remove it from upstream.toml")
-    for folder in upstream.owned:
-        if folder.split("/")[0] in SHIPPED and not our_files((folder,)):
-            raise fail(f"files of ours in {folder}", "none", "see upstream.toml")
-
-
-def lay_over(upstream: Upstream, stage: Path, *, link: bool) -> None:
-    """Drop what we own from the stage and put our files there.
-
-    Args:
-        upstream: The declarations.
-        stage: Unpacked LMCache.
-        link: Link to the files of this repository instead of copying them.
-    """
-    for folder in upstream.owned:
-        shutil.rmtree(stage / folder, ignore_errors=True)
-    for name in our_files(SHIPPED):
-        target = stage / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.unlink(missing_ok=True)
-        if link:
-            target.symlink_to(ROOT / name)
-        else:
-            shutil.copy2(ROOT / name, target)
-
-
-def apply_edits(upstream: Upstream, stage: Path) -> None:
-    """Make the declared changes of a few words in LMCache's own files.
-
-    Args:
-        upstream: The declarations.
-        stage: LMCache with our files laid over it.
-
-    Raises:
-        SystemExit: The words to change do not stand in the file exactly once.
-    """
-    for edit in upstream.edits:
-        path = stage / edit["path"]
-        text = path.read_text(encoding="utf-8") if path.is_file() else ""
-        if text.count(edit["find"]) != 1:
-            raise fail(
-                f"the words to edit exactly once in LMCache's {edit['path']}",
-                f"{text.count(edit['find'])} times",
-                "compare the [[edited]] block in upstream.toml with that file",
-            )
-        path.write_text(text.replace(edit["find"], edit["replace"]), encoding="utf-8")
-
-
-def change_requirements(upstream: Upstream, stage: Path) -> None:
-    """Apply the declared changes to LMCache's list of requirements.
-
-    Args:
-        upstream: The declarations.
-        stage: Unpacked LMCache; ``requirements/common.txt`` is rewritten.
-
-    Raises:
-        SystemExit: A declared requirement is not in LMCache's list.
-    """
-    path = stage / "requirements" / "common.txt"
-    unseen = upstream.dropped | upstream.relaxed.keys()
-    lines = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        match = re.match(r"[A-Za-z0-9][A-Za-z0-9._-]*", line.strip())
-        name = normalized(match[0]) if match else ""
-        unseen -= {name}
-        if name in upstream.dropped:
-            continue
-        relaxed = upstream.relaxed.get(name)
-        lines.append(line if relaxed is None else name + relaxed)
-    if unseen:
-        raise fail(
-            "the requirements named in upstream.toml in LMCache's own list",
-            f"no {', '.join(sorted(unseen))} there",
-            "remove them from upstream.toml",
-        )
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
 def write_torch_record(stage: Path) -> None:
     """Note in the stage which torch the native extensions are compiled for."""
     import torch
@@ -441,10 +247,10 @@ def stage_key(upstream: Upstream) -> str:
     import torch
 
     digest = hashlib.sha256(torch.__version__.encode())
-    for path in (ROOT / "setup.py", ROOT / "upstream.toml"):
-        digest.update(path.read_bytes())
+    for name in ("setup.py", "setup_extensions/lmcache_overlay.py", "upstream.toml"):
+        digest.update((ROOT / name).read_bytes())
     digest.update(os.environ.get("LMCACHE_SDIST", "").encode())
-    digest.update("\n".join(our_files(SHIPPED)).encode())
+    digest.update("\n".join(our_files(ROOT, SHIPPED)).encode())
     return digest.hexdigest()
 
 
@@ -470,8 +276,8 @@ def make_stage(upstream: Upstream, cache: Path, *, editable: bool) -> Path:
     with tempfile.TemporaryDirectory(dir=BUILD, prefix="stage-") as folder:
         fresh = Path(folder, "lmcache")
         unpack(upstream, fresh, cache)
-        check_collisions(upstream, fresh)
-        lay_over(upstream, fresh, link=editable)
+        check_collisions(upstream, ROOT, fresh)
+        lay_over(upstream, ROOT, fresh, link=editable)
         apply_edits(upstream, fresh)
         change_requirements(upstream, fresh)
         write_torch_record(fresh)
@@ -549,9 +355,9 @@ def describe(upstream: Upstream) -> None:
 
 
 if __name__ == "__main__":
-    overlay = Upstream.load(ROOT / "upstream.toml")
+    pin = Upstream.load(ROOT / "upstream.toml")
     words = set(sys.argv[1:])
     if words & BUILD_COMMANDS:
-        build(overlay, words)
+        build(pin, words)
     else:
-        describe(overlay)
+        describe(pin)

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this repository adds to LMCache and replaces in it, and how it is laid over it.
+
+``upstream.toml`` declares it, ``setup.py`` uses this module for every build.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    from setuptools.compat.py310 import tomllib
+
+# Top-level folders whose files go into the stage, and those that only share LMCache's
+# paths: they are checked for undeclared collisions and never get into a wheel.
+SHIPPED = ("csrc", "lmcache", "requirements", "setup_extensions")
+COMPARED = (".buildkite", "benchmarks", "docs", "examples", "tests")
+LITTER = {"__pycache__", ".mypy_cache", ".pytest_cache", ".ruff_cache"}
+
+
+def fail(wanted: str, got: str, fix: str) -> SystemExit:
+    """Return the exception that stops the build with one readable message."""
+    return SystemExit(f"error: wanted {wanted}; got {got}.\n       Fix: {fix}.")
+
+
+@dataclass(frozen=True)
+class Upstream:
+    """The pin and the declared differences, as read from ``upstream.toml``."""
+
+    name: str
+    version: str
+    sha256: str
+    local_version: str
+    owned: tuple[str, ...]
+    replaced: dict[str, str]
+    edits: tuple[dict[str, str], ...]
+    dropped: frozenset[str]
+    relaxed: dict[str, str]
+
+    @classmethod
+    def load(cls, path: Path) -> Upstream:
+        """Read ``upstream.toml``.
+
+        Args:
+            path: The file to read.
+
+        Returns:
+            Its content.
+
+        Raises:
+            SystemExit: A path is declared twice.
+        """
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        pin, requirements = data["upstream"], data["requirements"]
+        entries = data.get("replaced", [])
+        replaced = {entry["path"]: entry["sha256"] for entry in entries}
+        owned = tuple(data["owned"]["folders"])
+        for name in replaced:
+            twice = [e["path"] for e in entries].count(name) > 1
+            if twice or any(is_below(name, folder) for folder in owned):
+                raise fail(
+                    f"each path declared once in {path.name}",
+                    f"{name} twice, or inside an owned folder",
+                    "remove one of the declarations",
+                )
+        return cls(
+            name=pin["name"],
+            version=pin["version"],
+            sha256=pin["sha256"],
+            local_version=pin["local_version"],
+            owned=owned,
+            replaced=replaced,
+            edits=tuple(data.get("edited", [])),
+            dropped=frozenset(normalized(name) for name in requirements["drop"]),
+            relaxed={normalized(k): v for k, v in requirements["relax"].items()},
+        )
+
+    @property
+    def full_version(self) -> str:
+        """Version of the wheel, for example ``0.5.6+rbln``."""
+        return f"{self.version}+{self.local_version}"
+
+
+def normalized(name: str) -> str:
+    """Return a distribution name in the form in which names compare equal."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def is_below(name: str, folder: str) -> bool:
+    """Tell whether the relative path ``name`` is ``folder`` or lies below it."""
+    return PurePosixPath(name).is_relative_to(folder)
+
+
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file as hexadecimal digits."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def our_files(root: Path, folders: tuple[str, ...]) -> list[str]:
+    """List the files of this repository below some of its folders.
+
+    Args:
+        root: This repository.
+        folders: Folders in it; those that do not exist hold nothing.
+
+    Returns:
+        Paths relative to ``root``, sorted, without caches and compiled files.
+    """
+    names = []
+    for folder in folders:
+        for path in (root / folder).rglob("*"):
+            name = path.relative_to(root)
+            litter = LITTER.intersection(name.parts) or name.suffix in (".pyc", ".so")
+            if path.is_file() and not litter:
+                names.append(name.as_posix())
+    return sorted(names)
+
+
+def check_collisions(upstream: Upstream, root: Path, stage: Path) -> None:
+    """Refuse collisions that ``upstream.toml`` does not declare.
+
+    Args:
+        upstream: The declarations.
+        root: This repository.
+        stage: Unpacked LMCache, nothing of ours in it yet.
+
+    Raises:
+        SystemExit: A file of ours takes the place of an undeclared one, a replaced
+            file is not the one that was declared, or a declaration has no file.
+    """
+    for name in our_files(root, SHIPPED + COMPARED):
+        owned = any(is_below(name, folder) for folder in upstream.owned)
+        if (stage / name).exists() and not owned and name not in upstream.replaced:
+            raise fail(
+                "every file that takes the place of one of LMCache's declared",
+                f"{name}, which LMCache {upstream.version} has too",
+                "move it, or declare it in upstream.toml with sha256 = "
+                f'"{sha256_of(stage / name)}"',
+            )
+    for name, sha256 in upstream.replaced.items():
+        shipped = name.split("/")[0] in SHIPPED
+        got = sha256_of(stage / name) if (stage / name).is_file() else "no such file"
+        if got != sha256:
+            raise fail(
+                f"{name} of LMCache with sha256 {sha256}",
+                got,
+                "compare our file with LMCache's, then correct upstream.toml",
+            )
+        if shipped and not (root / name).is_file():
+            raise fail(f"our {name}", "no such file", "remove it from upstream.toml")
+    for folder in upstream.owned:
+        if folder.split("/")[0] in SHIPPED and not our_files(root, (folder,)):
+            raise fail(f"files of ours in {folder}", "none", "see upstream.toml")
+
+
+def lay_over(upstream: Upstream, root: Path, stage: Path, *, link: bool) -> None:
+    """Drop what we own from the stage and put our files there.
+
+    Args:
+        upstream: The declarations.
+        root: This repository.
+        stage: Unpacked LMCache.
+        link: Link to the files of this repository instead of copying them.
+    """
+    for folder in upstream.owned:
+        shutil.rmtree(stage / folder, ignore_errors=True)
+    for name in our_files(root, SHIPPED):
+        target = stage / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.unlink(missing_ok=True)
+        if link:
+            target.symlink_to(root / name)
+        else:
+            shutil.copy2(root / name, target)
+
+
+def apply_edits(upstream: Upstream, stage: Path) -> None:
+    """Make the declared changes of a few words in LMCache's own files.
+
+    Args:
+        upstream: The declarations.
+        stage: LMCache with our files laid over it.
+
+    Raises:
+        SystemExit: The words to change do not stand in the file exactly once, or the
+            file is one of ours.
+    """
+    for edit in upstream.edits:
+        path = stage / edit["path"]
+        if path.is_symlink() or any(is_below(edit["path"], f) for f in upstream.owned):
+            raise fail(
+                "only files of LMCache edited",
+                f"{edit['path']}, which is ours",
+                "change our file, and remove the [[edited]] block",
+            )
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""
+        if text.count(edit["find"]) != 1:
+            raise fail(
+                f"the words to edit exactly once in LMCache's {edit['path']}",
+                f"{text.count(edit['find'])} times",
+                "compare the [[edited]] block in upstream.toml with that file",
+            )
+        path.write_text(text.replace(edit["find"], edit["replace"]), encoding="utf-8")
+
+
+def change_requirements(upstream: Upstream, stage: Path) -> None:
+    """Apply the declared changes to LMCache's list of requirements.
+
+    Args:
+        upstream: The declarations.
+        stage: Unpacked LMCache; ``requirements/common.txt`` is rewritten.
+
+    Raises:
+        SystemExit: A declared requirement is not in LMCache's list.
+    """
+    path = stage / "requirements" / "common.txt"
+    unseen = upstream.dropped | upstream.relaxed.keys()
+    lines = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        match = re.match(r"[A-Za-z0-9][A-Za-z0-9._-]*", line.strip())
+        name = normalized(match[0]) if match else ""
+        unseen -= {name}
+        if name in upstream.dropped:
+            continue
+        relaxed = upstream.relaxed.get(name)
+        lines.append(line if relaxed is None else name + relaxed)
+    if unseen:
+        raise fail(
+            "the requirements named in upstream.toml in LMCache's own list",
+            f"no {', '.join(sorted(unseen))} there",
+            "remove them from upstream.toml",
+        )
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
