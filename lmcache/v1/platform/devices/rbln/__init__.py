@@ -39,10 +39,15 @@ class RblnDeviceSpec(DeviceSpec):
         """Describe RBLN.
 
         Raises:
-            RuntimeError: If torch can't be imported because torch-rbln lacks its
-                runtime. LMCache's scan for devices hides the first failure, and later
-                ones no longer tell the reason.
+            RuntimeError: If torch is not the one that LMCache was built for, or can't
+                be imported because torch-rbln lacks its runtime. LMCache's scan for
+                devices hides the first failure, and later ones no longer tell the
+                reason.
         """
+        # First Party
+        from lmcache.v1.platform.devices.rbln.torch_build import require_built_torch
+
+        require_built_torch()
         try:
             # Third Party
             import torch  # noqa: F401
