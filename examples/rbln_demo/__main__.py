@@ -15,6 +15,7 @@ from types import FrameType
 import argparse
 import os
 import random
+import shlex
 import signal
 import sys
 import time
@@ -166,11 +167,13 @@ def run(args: argparse.Namespace, progress: Progress) -> Measurement:
         folder / "logs",
     )
     with stopping(cache, engine, progress):
-        progress.say("$ " + " ".join(cache.process.command))
-        seconds = cache.start(on_wait=progress.waiting)
+        progress.say("$ " + shlex.join(cache.process.command))
+        cache.start()
+        seconds = cache.wait_ready(on_wait=progress.waiting)
         progress.say(f"lmcache server is ready after {seconds:.0f} s")
-        progress.say("$ " + " ".join(engine.process.command))
-        seconds = engine.start(on_wait=progress.waiting)
+        progress.say("$ " + shlex.join(engine.process.command))
+        engine.start()
+        seconds = engine.wait_ready(on_wait=progress.waiting)
         progress.say(f"vllm serve is ready after {seconds:.0f} s")
 
         # Too short for a chunk: pays for first-time work, stores nothing.

@@ -128,13 +128,18 @@ class CacheServer:
         name = self.config.shm_name
         return SHM_FOLDER / f"{SHM_PREFIX}{name}" if name else None
 
-    def start(self, timeout_s: float = 90.0, on_wait: OnWait | None = None) -> float:
-        """Start and wait until it answers; returns the seconds that it took.
+    def start(self) -> None:
+        """Start it and return at once."""
+        self.process.start()
+
+    def wait_ready(
+        self, timeout_s: float = 120.0, on_wait: OnWait | None = None
+    ) -> float:
+        """Wait until it answers; returns the seconds waited.
 
         Raises:
             ServerFailedError: If it dies or does not answer in time.
         """
-        self.process.start()
         return self.process.wait_ready(self._is_ready, timeout_s, on_wait)
 
     def _is_ready(self) -> bool:
@@ -266,13 +271,18 @@ class Engine:
             *config.extra_args,
         ]
 
-    def start(self, timeout_s: float = 240.0, on_wait: OnWait | None = None) -> float:
-        """Start and wait until it serves; returns the seconds that it took.
+    def start(self) -> None:
+        """Start it and return at once."""
+        self.process.start()
+
+    def wait_ready(
+        self, timeout_s: float = 300.0, on_wait: OnWait | None = None
+    ) -> float:
+        """Wait until it serves; returns the seconds waited.
 
         Raises:
             ServerFailedError: If it dies or does not serve in time.
         """
-        self.process.start()
         return self.process.wait_ready(
             lambda: client.answers(f"http://{HOST}:{self.port}/health"),
             timeout_s,

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An LMCache server and a vLLM engine on an NPU, as the end-to-end tests use them."""
+
+# Standard
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+import json
+import random
+import time
+
+# Third Party
+import torch
+
+# First Party
+from examples.rbln_demo import tiny_models
+from examples.rbln_demo.client import Completion
+from examples.rbln_demo.processes import session_members
+from examples.rbln_demo.runtime import Runtime, serving_environment
+from examples.rbln_demo.servers import (
+    CacheServer,
+    CacheServerConfig,
+    Engine,
+    EngineConfig,
+)
+from tests.e2e.kv_blocks import Transfer, blocks_of, read_transfers
+
+ENGINE_SIDE = Path(__file__).parent / "engine_side"
+HITS = "vllm:external_prefix_cache_hits_total"
+REGISTERED = "Worker engine-driven context registered"
+BLOCK_SIZE = 128
+MAX_MODEL_LEN = 1024
+
+
+@dataclass(frozen=True)
+class StackConfig:
+    """What distinguishes one pair of servers from another.
+
+    Attributes:
+        name: Name of its folder.
+        model: Name of the tiny model.
+        block_axis: Block axis of a layer's KV tensor.
+        blocks_per_chunk: LMCache's chunk in blocks of 128 tokens.
+        shm: Whether KV travels through shared memory, else by pickle.
+        transfer_mode: Of the LMCache server.
+        backend: ``LMCACHE_DEVICE_BACKEND`` of both; ``None`` lets LMCache detect.
+        env: More environment of both.
+        engine_args: More arguments of ``vllm serve``.
+        num_blocks: KV blocks on the NPU.
+    """
+
+    name: str
+    model: str = "qwen3"
+    block_axis: int = 0
+    blocks_per_chunk: int = 1
+    shm: bool = True
+    transfer_mode: str = "engine_driven"
+    backend: str | None = "rbln"
+    env: dict[str, str] = field(default_factory=dict)
+    engine_args: tuple[str, ...] = ()
+    num_blocks: int = 14
+
+    @property
+    def chunk_size(self) -> int:
+        """Tokens per chunk."""
+        return BLOCK_SIZE * self.blocks_per_chunk
+
+
+class Stack:
+    """A running pair of servers.
+
+    Args:
+        config: What to run.
+        runtime: NPU or simulator.
+        folder: Logs, model, what the probe writes down.
+        shm_name: Name of the shared-memory segment, unique on this machine.
+    """
+
+    def __init__(
+        self, config: StackConfig, runtime: Runtime, folder: Path, shm_name: str
+    ) -> None:
+        self.config = config
+        self.folder = folder
+        self.open_log = folder / "npu-opens.jsonl"
+        self.probe_folder = folder / "probe"
+        self.probe_folder.mkdir(parents=True)
+        env = serving_environment(runtime, folder / "cache", config.backend)
+        env |= machine_of_its_own(folder)
+        env |= config.env
+        self._env = env
+        self._cache_config = CacheServerConfig(
+            chunk_size=config.chunk_size,
+            transfer_mode=config.transfer_mode,
+            shm_name=shm_name if config.shm else "",
+            l1_size_gb=0.25,
+        )
+        self._caches: list[CacheServer] = []
+        self.cache = self._new_cache(None)
+        engine_env = env | {
+            "PYTHONPATH": f"{ENGINE_SIDE}:{env.get('PYTHONPATH', '')}".rstrip(":"),
+            "KV_PROBE_FOLDER": str(self.probe_folder),
+            "KV_PROBE_BLOCK_AXIS": str(config.block_axis),
+        }
+        self.engine = Engine(
+            EngineConfig(
+                model=tiny_models.make(config.model, folder.parent / "models"),
+                block_size=BLOCK_SIZE,
+                max_model_len=MAX_MODEL_LEN,
+                max_seqs=4,
+                num_blocks=config.num_blocks,
+                max_batched_tokens=BLOCK_SIZE,
+                connector_module="probe_connector",
+                connector_config={"lmcache.mp.heartbeat_interval": 1.0},
+                extra_args=config.engine_args,
+            ),
+            self.cache.port,
+            engine_env,
+            folder,
+        )
+
+    def start(self) -> None:
+        """Start both servers at once and wait until they serve."""
+        self.cache.start()
+        self.engine.start()
+        self.cache.wait_ready()
+        self.engine.wait_ready()
+
+    def stop(self) -> None:
+        """Stop both servers; a server that stops badly fails the test session."""
+        try:
+            self.engine.stop()
+        finally:
+            self.cache.stop()
+
+    def restart_cache(self, shm_name: str) -> None:
+        """Replace the LMCache server by a new one, and wait for the worker.
+
+        Args:
+            shm_name: Name of the new segment; empty sends KV by pickle.
+        """
+        registered = self.registrations()
+        port = self.cache.port
+        self.cache.stop()
+        self._cache_config = replace(self._cache_config, shm_name=shm_name)
+        self.cache = self._new_cache(port)
+        self.cache.start()
+        self.cache.wait_ready()
+        wait_until(
+            lambda: self.registrations() > registered,
+            "the worker registers with the new LMCache server",
+            60.0,
+        )
+
+    def registrations(self) -> int:
+        """How often the worker registered its KV cache with a server."""
+        return self.engine.process.log().count(REGISTERED)
+
+    @property
+    def cache_pids(self) -> set[int]:
+        """Process ids of all LMCache servers so far, and of what runs below them."""
+        leaders = {cache.process.pid for cache in self._caches}
+        return leaders.union(*(session_members(pid) for pid in leaders))
+
+    def _new_cache(self, port: int | None) -> CacheServer:
+        cache = CacheServer(
+            self._cache_config,
+            self._env,
+            self.folder,
+            port,
+            f"lmcache-server-{len(self._caches)}",
+        )
+        self._caches.append(cache)
+        return cache
+
+    def prompt(self, length: int, seed: object) -> list[int]:
+        """Make a random prompt; another seed shares no block with it.
+
+        Args:
+            length: In tokens.
+            seed: Anything with a distinct ``repr``.
+        """
+        chance = random.Random(f"{self.config.name} {seed!r}")
+        return [chance.randrange(3, tiny_models.VOCAB_SIZE) for _ in range(length)]
+
+    def cold(self, prompts: list[list[int]], max_tokens: int = 12) -> list[Completion]:
+        """Send new prompts and wait until all of their chunks are stored."""
+        held = self.cache.memory()["total_object_count"]
+        hits = self.hits()
+        completions = self.engine.complete(prompts, max_tokens)
+        new = sum(len(prompt) // self.config.chunk_size for prompt in prompts)
+        self.cache.wait_stored(held + new)
+        assert self.hits() == hits, "a cold prompt was found in LMCache"
+        return completions
+
+    def warm(self, prompts: list[list[int]], max_tokens: int = 12) -> list[Completion]:
+        """Send prompts again and wait until no chunk is locked."""
+        held = self.cache.memory()["total_object_count"]
+        completions = self.engine.complete(prompts, max_tokens)
+        self.cache.wait_stored(held)
+        return completions
+
+    def hits(self) -> int:
+        """Prompt tokens that vLLM got from LMCache since it started."""
+        return int(self.engine.counters().total(HITS))
+
+    def transfers(self) -> list[Transfer]:
+        """Everything that the engine stored and restored so far."""
+        return read_transfers(self.probe_folder)
+
+    def stored_blocks(self, prompt: list[int]) -> torch.Tensor:
+        """Blocks of a prompt as they were computed before its latest store."""
+        return blocks_of(self.transfers(), "STORE", prompt, BLOCK_SIZE)
+
+    def restored_blocks(self, prompt: list[int]) -> torch.Tensor:
+        """Blocks of a prompt as its latest load left them."""
+        return blocks_of(self.transfers(), "RETRIEVE", prompt, BLOCK_SIZE)
+
+    def opens(self) -> list[dict[str, object]]:
+        """Which process opened which NPU, from the simulator's log."""
+        if not self.open_log.exists():
+            return []
+        return [json.loads(line) for line in self.open_log.read_text().splitlines()]
+
+
+def machine_of_its_own(folder: Path, devices: int = 1) -> dict[str, str]:
+    """Settings of a simulated machine that shares no NPU with any other.
+
+    Args:
+        folder: Where its state and its log of opened NPUs go.
+        devices: Number of NPUs.
+
+    Returns:
+        Environment variables; without effect on a real NPU.
+    """
+    return {
+        "RBLN_SIM_STATE_DIR": str(folder / "npu-state"),
+        "RBLN_SIM_OPEN_LOG": str(folder / "npu-opens.jsonl"),
+        "RBLN_SIM_DEVICES": str(devices),
+    }
+
+
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float) -> None:
+    """Wait for a condition.
+
+    Args:
+        condition: Returns whether it holds.
+        what: Names it in the error.
+        timeout_s: Longest wait in seconds.
+
+    Raises:
+        AssertionError: If it does not hold in time.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: not within {timeout_s:.0f} s"
+        time.sleep(0.1)
+

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which process opens which NPU, from the simulator's log of opens."""
+
+# Standard
+from pathlib import Path
+
+# Third Party
+import pytest
+
+# First Party
+from examples.rbln_demo.processes import session_members
+from tests.e2e.stack import Stack
+
+pytestmark = pytest.mark.sim
+
+
+def title(pid: int) -> str:
+    """Title of a process; vLLM names its processes after their job."""
+    return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
+
+
+@pytest.mark.parametrize("stack", ["kv-first"], indirect=True)
+def test_only_the_worker_opens_its_visible_npu(stack: Stack) -> None:
+    opens = stack.opens()
+
+    assert [entry["npu"] for entry in opens] == [1], "of two NPUs, 1 is visible"
+    [entry] = opens
+    worker = int(str(entry["pid"]))
+    members = session_members(stack.engine.process.pid)
+    assert worker in members
+    assert "Worker" in title(worker)
+    # The API server and the scheduler live beside it.
+    assert worker != stack.engine.process.pid
+    assert any("EngineCore" in title(pid) for pid in members if pid != worker)
+
+
+@pytest.mark.parametrize("stack", ["blocks-first", "kv-first", "mla"], indirect=True)
+def test_server_never_opens_an_npu(stack: Stack) -> None:
+    """Also after stores, loads and a restart, with the backend pinned or not."""
+    prompt = stack.prompt(stack.config.chunk_size + 1, "opens")
+    stack.cold([prompt])
+    stack.warm([prompt])
+    servers = stack.cache_pids
+    assert servers
+
+    pids = {int(str(entry["pid"])) for entry in stack.opens()}
+
+    assert len(pids) == 1
+    assert pids.isdisjoint(servers)
+    assert pids <= set(session_members(stack.engine.process.pid))
+
+
+@pytest.mark.parametrize("stack", ["blocks-first", "kv-first", "mla"], indirect=True)
+def test_server_restarts_while_the_worker_holds_the_npu(stack: Stack) -> None:
+    """Its backend is pinned in two stacks; stopping must not need an NPU either."""
+    old = stack.cache
+    opened = stack.opens()
+
+    # Raises if the server has to be killed or leaves shared memory behind.
+    stack.restart_cache(f"rbln_e2e_devices_{old.port}")
+
+    assert old.process.wait_ended(0.0) == 0
+    log = old.process.log()
+    assert "Traceback" not in log
+    assert "held by" not in log
+    assert stack.opens() == opened
+    prompt = stack.prompt(stack.config.chunk_size + 1, "after the restart")
+    [cold] = stack.cold([prompt])
+    [warm] = stack.warm([prompt])
+    assert warm.token_ids == cold.token_ids
+    assert warm.cached_tokens == stack.config.chunk_size

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines that must not start, and say why."""
+
+# Standard
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+import os
+import subprocess
+import sys
+
+# Third Party
+import pytest
+
+# First Party
+from examples.rbln_demo.processes import ServerFailedError
+from examples.rbln_demo.runtime import Runtime, find_runtime
+from tests.e2e.stack import Stack, StackConfig, machine_of_its_own
+from tests.e2e.stack_pool import StackPool
+
+HOLD_AN_NPU = """
+import sys, torch
+torch.rbln.synchronize()
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def npu_held(folder: Path) -> Iterator[int]:
+    """Hold the only NPU in another process; yields its process id."""
+    env = {**find_runtime().env, **machine_of_its_own(folder)}
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD_AN_NPU],
+        env=env,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline().strip() == "held"
+        yield holder.pid
+    finally:
+        holder.communicate("")
+
+
+@pytest.fixture
+def folder(stacks: StackPool, tmp_path: Path) -> Path:
+    """A folder for a stack of the test's own; no other stack runs meanwhile."""
+    stacks.stop()
+    return tmp_path
+
+
+def own_stack(
+    config: StackConfig, runtime: Runtime, folder: Path
+) -> Stack:
+    return Stack(config, runtime, folder, f"rbln_e2e_{os.getpid()}_{config.name}")
+
+
+def test_lmcache_driven_fails_at_validation(runtime: Runtime, folder: Path) -> None:
+    config = StackConfig(
+        "lmcache-driven",
+        transfer_mode="auto",
+        env={"LMCACHE_MP_TRANSFER_MODE": "lmcache_driven"},
+    )
+    stack = own_stack(config, runtime, folder)
+    try:
+        with pytest.raises(ServerFailedError) as failure:
+            stack.start()
+    finally:
+        stack.stop()
+    reason = str(failure.value)
+    assert "MP transfer mode 'lmcache_driven' is not" in reason
+    assert "engine_driven" in reason
+
+
+@pytest.mark.sim
+def test_held_npu_fails_at_first_use_and_names_the_holder(
+    runtime: Runtime, folder: Path
+) -> None:
+    stack = own_stack(StackConfig("held"), runtime, folder)
+    try:
+        with npu_held(stack.folder) as holder:
+            with pytest.raises(ServerFailedError) as failure:
+                stack.start()
+            # The server started beside the holder, and stops beside it.
+            assert stack.cache.process.is_running()
+            stack.cache.stop()
+    finally:
+        stack.stop()
+    assert f"NPU 0 is held by pid {holder}" in str(failure.value)
+    assert {entry["pid"] for entry in stack.opens()} == {holder}
