@@ -146,6 +146,23 @@ def _module_call(module: torch.nn.Module, names: Sequence[str]) -> Callable[...,
     return call
 
 
+def graph_outputs(graph: fx.Graph) -> tuple[Any, ...]:
+    """The values a Dynamo graph returns: nodes or constants, in order.
+
+    Args:
+        graph: As Dynamo traced it, or a copy.
+
+    Raises:
+        TypeError: The graph does not return a tuple, so it is not Dynamo's.
+    """
+    outputs = graph.output_node().args[0]
+    if not isinstance(outputs, (tuple, list)):
+        raise TypeError(
+            f"a Dynamo graph returns a tuple of values, got {type(outputs).__name__}"
+        )
+    return tuple(outputs)
+
+
 def host_graph(module: fx.GraphModule) -> HostGraph:
     """Prepare a traced graph for the host; done once a graph.
 
@@ -172,14 +189,9 @@ def host_graph(module: fx.GraphModule) -> HostGraph:
             lifter.attribute(node)
         elif node.op == "call_module":
             lifter.submodule(node)
-    outputs = graph.output_node().args[0]
-    if not isinstance(outputs, (tuple, list)):
-        raise TypeError(
-            f"a Dynamo graph returns a tuple of values, got {type(outputs).__name__}"
-        )
     devices = tuple(
         device if device is not None and device.type == "rbln" else None
-        for device in map(_device_of, outputs)
+        for device in map(_device_of, graph_outputs(graph))
     )
     runnable = fx.GraphModule(module, graph)
     return HostGraph(runnable.forward, tuple(lifter.tensors), devices)

@@ -69,7 +69,7 @@ class Runtime:
         # The graph returned an input or a view of one: so does the caller get it.
         return source.as_strided(result.shape, result.stride(), result.storage_offset())
 
-    def __call__(self, *inputs: Any) -> list[Any]:
+    def __call__(self, *inputs: Any) -> tuple[Any, ...]:
         """Run the graph, as Dynamo calls it.
 
         Args:
@@ -80,12 +80,14 @@ class Runtime:
         """
         results, by_address = self._run(inputs)
         devices = self._graph.output_devices
-        return [
+        return tuple(
             self._export(result, device, by_address)
             for result, device in zip(results, devices, strict=True)
-        ]
+        )
 
-    def run(self, *inputs: Any, out: Sequence[torch.Tensor] | None = None) -> list[Any]:
+    def run(
+        self, *inputs: Any, out: Sequence[torch.Tensor] | None = None
+    ) -> tuple[Any, ...]:
         """Run the graph into given tensors, as torch-rbln's eager operators do.
 
         Args:
@@ -112,7 +114,7 @@ class Runtime:
                     f"got {tuple(target.shape)}"
                 )
             (host_alias(target) if on_device(target) else target).copy_(result)
-        return list(out)
+        return tuple(out)
 
     def reset_adaptive_buffers(self) -> None:
         """Forget sizes latched for dynamic dimensions.

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from .._unsupported import missing_attribute
+from ._graph import graph_outputs
 
 __all__ = [
     "CompiledProgram",
@@ -149,9 +150,10 @@ def record(graph_module: fx.GraphModule, runtime: Any) -> None:
     ]
     tensors = [(name, v) for name, v in values if isinstance(v, torch.Tensor)]
     devices = [v.device for _, v in tensors if v.device.type == "rbln"]
-    outputs = graph_module.graph.output_node().args[0]
     results = [
-        node.meta.get("example_value") for node in outputs if isinstance(node, fx.Node)
+        node.meta.get("example_value")
+        for node in graph_outputs(graph_module.graph)
+        if isinstance(node, fx.Node)
     ]
     compile_id = torch._guards.CompileContext.current_compile_id()
     program = CompiledProgram(

@@ -1,0 +1,385 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Paged attention against plain attention on contiguous tensors."""
+
+# Standard
+from dataclasses import dataclass
+
+# Third Party
+import pytest
+import torch
+
+pytest.importorskip("rebel._device", reason="tests the simulator itself")
+
+# Third Party
+from rebel.ops.torch_custom_ops.attn import custom_kernel
+
+pytestmark = pytest.mark.sim
+
+OPS = torch.ops.rbln_custom_ops
+# Both sides accumulate in float64 and round once: at most one unit apart.
+TOLERANCE = {torch.float16: 2**-10, torch.bfloat16: 2**-7, torch.float32: 2**-22}
+HEADS, SIZE, BLOCK = 2, 32, 8
+
+
+@dataclass
+class Case:
+    """Sequences with a history, their new tokens, and an unordered paged cache.
+
+    ``history[i]`` is ``[2, start + L, H, D]``: keys and values of sequence i, of
+    which the last L are new. Cache rows that no history covers hold NaN, so that
+    reading one shows.
+    """
+
+    q: torch.Tensor
+    history: list[torch.Tensor]
+    starts: list[int]
+    tables: torch.Tensor
+    kv: torch.Tensor  # [NB, 2, H, 1, BS, D]
+
+    @property
+    def length(self) -> int:
+        return self.q.shape[3]
+
+    def new(self, plane: int) -> torch.Tensor:
+        rows = [h[plane, -self.length :].transpose(0, 1) for h in self.history]
+        return torch.stack(rows).unsqueeze(2)
+
+    def seq_idx(self) -> torch.Tensor:
+        return torch.tensor(self.starts).unsqueeze(1)
+
+    def slots(self, index: int, first: int) -> list[tuple[int, int]]:
+        end = self.history[index].shape[1]
+        row = self.tables[index].tolist()
+        return [(row[p // BLOCK], p % BLOCK) for p in range(first, end)]
+
+    def expected_cache(self) -> torch.Tensor:
+        kv = self.kv.clone()
+        for i, rows in enumerate(self.history):
+            for (block, offset), row in zip(
+                self.slots(i, 0), rows.transpose(0, 1), strict=True
+            ):
+                kv[block, :, :, 0, offset] = row
+        return kv
+
+
+def make_case(
+    starts: list[int], length: int, groups: int, dtype: torch.dtype, seed: int = 0
+) -> Case:
+    gen = torch.Generator().manual_seed(seed)
+    blocks = max(start + length for start in starts) // BLOCK + 2
+    count = len(starts) * blocks + 3
+    ids = torch.randperm(count, generator=gen)[: len(starts) * blocks]
+    case = Case(
+        q=torch.randn(len(starts), HEADS, groups, length, SIZE, generator=gen).to(
+            dtype
+        ),
+        history=[
+            torch.randn(2, start + length, HEADS, SIZE, generator=gen).to(dtype)
+            for start in starts
+        ],
+        starts=starts,
+        tables=ids.reshape(len(starts), blocks).to(torch.int32),
+        kv=torch.full((count, 2, HEADS, 1, BLOCK, SIZE), torch.nan, dtype=dtype),
+    )
+    for i, start in enumerate(starts):
+        for (block, offset), row in zip(
+            case.slots(i, 0)[:start], case.history[i].transpose(0, 1), strict=False
+        ):
+            case.kv[block, :, :, 0, offset] = row
+    return case
+
+
+def dense_attention(
+    case: Case, scale: float, mask: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``[B, H, G, L, D]`` by torch's own attention in float64, head by head."""
+    out = torch.empty_like(case.q)
+    for i, start in enumerate(case.starts):
+        keys, values = case.history[i].double()
+        seen = torch.ones(case.length, len(keys)).tril(start).bool()
+        if mask is not None:
+            seen = mask[i, 0, 0, :, : len(keys)] > 0
+        for head in range(HEADS):
+            for group in range(case.q.shape[2]):
+                out[i, head, group] = torch.nn.functional.scaled_dot_product_attention(
+                    case.q[i, head, group].double(),
+                    keys[:, head],
+                    values[:, head],
+                    attn_mask=seen,
+                    scale=scale,
+                ).to(case.q.dtype)
+    return out
+
+
+def check(case: Case, out: torch.Tensor, kv: torch.Tensor, want: torch.Tensor) -> None:
+    tolerance = TOLERANCE[case.q.dtype]
+    torch.testing.assert_close(out.cpu(), want, rtol=tolerance, atol=tolerance / 8)
+    # Bytes, since the rest of the cache is NaN.
+    assert torch.equal(
+        kv.cpu().contiguous().view(torch.uint8), case.expected_cache().view(torch.uint8)
+    )
+
+
+BATCHES = pytest.mark.parametrize(
+    ("starts", "length"),
+    [
+        pytest.param([0], 5, id="prefill-within-a-block"),
+        pytest.param([0], 8, id="prefill-one-whole-block"),
+        pytest.param([16], 13, id="prefill-continues-at-a-block"),
+        pytest.param([11], 17, id="prefill-continues-inside-a-block"),
+        pytest.param([0, 7, 8, 9, 30], 1, id="decode-five-sequences"),
+    ],
+)
+
+
+@pytest.mark.parametrize("device", ["cpu", "rbln:0"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("groups", [1, 3])
+@BATCHES
+def test_flash_causal(starts, length, groups, dtype, device):
+    case = make_case(starts, length, groups, dtype)
+    prefill = len(starts) == 1
+    op = getattr(
+        OPS, f"flash_causal_attention_naive_{'prefill' if prefill else 'decode'}"
+    )
+    tables = case.tables[0] if prefill else case.tables
+    scale = torch.tensor(SIZE**-0.5)
+    kv = case.kv.to(device)
+    args = [case.q, case.new(0), case.new(1)]
+    rest = [scale, case.seq_idx(), tables, scale]
+    out = op(*(a.to(device) for a in args), kv, *(a.to(device) for a in rest))
+    assert out.device == torch.device(device)
+    check(case, out, kv, dense_attention(case, SIZE**-0.5))
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+@BATCHES
+def test_custom_kernel_is_the_same_over_a_kv_first_cache(starts, length, groups):
+    case = make_case(starts, length, groups, torch.float16)
+    phase = "prefill" if len(starts) == 1 else "decode"
+    scale = torch.tensor(0.25)
+    kv = case.kv.transpose(0, 1).contiguous()
+    out = custom_kernel(f"flash_causal_attention_naive_{phase}")(
+        case.q, case.new(0), case.new(1), kv, scale, case.seq_idx(), case.tables, scale
+    )
+    check(case, out, kv.transpose(0, 1), dense_attention(case, 0.25))
+
+
+def test_two_blocks_leave_no_doubt_about_the_layout():
+    # [2, 2, ...]: only the operator says which dimension is which.
+    case = make_case([0], 8, 1, torch.float16)
+    case.tables = torch.tensor([[1, 0]], dtype=torch.int32)
+    case.kv = case.kv[:2].clone()
+    scale = torch.tensor(1.0)
+    want = dense_attention(case, 1.0)
+    new, rest = (case.q, case.new(0), case.new(1)), (scale, case.seq_idx())
+    kv = case.kv.clone()
+    op = OPS.flash_causal_attention_naive_prefill
+    check(case, op(*new, kv, *rest, case.tables[0], scale), kv, want)
+    kv = case.kv.transpose(0, 1).contiguous()
+    kernel = custom_kernel("flash_causal_attention_naive_prefill")
+    out = kernel(*new, kv, *rest, case.tables[0], scale)
+    check(case, out, kv.transpose(0, 1), want)
+
+
+@BATCHES
+def test_causal_over_one_block_takes_arguments_in_its_own_order(starts, length):
+    case = make_case(starts, length, 2, torch.float16)
+    phase = "prefill" if len(starts) == 1 else "decode"
+    scale = torch.tensor(0.2)
+    op = getattr(OPS, f"causal_attention_naive_{phase}")
+    args = (case.q, case.new(0), case.new(1))
+    kv = case.kv.clone()
+    out = op(*args, kv, case.seq_idx(), scale, case.tables, scale)
+    check(case, out, kv, dense_attention(case, 0.2))
+
+
+@pytest.mark.parametrize("name", ["attention_naive", "flash_attention_naive"])
+@BATCHES
+def test_mask_replaces_causality(name, starts, length):
+    case = make_case(starts, length, 2, torch.float16)
+    gen = torch.Generator().manual_seed(1)
+    width = case.tables.shape[1] * BLOCK
+    mask = (torch.rand(len(starts), 1, 1, length, width, generator=gen) > 0.5).float()
+    mask[..., 0] = 1.0  # every query sees something
+    phase = "prefill" if len(starts) == 1 else "decode"
+    scale = torch.tensor(0.3)
+    order = (case.seq_idx(), scale)
+    kv = case.kv.clone()
+    out = getattr(OPS, f"{name}_{phase}")(
+        *(case.q, case.new(0), case.new(1), kv, mask),
+        *(order if name == "attention_naive" else reversed(order)),
+        *(case.tables, scale),
+    )
+    check(case, out, kv, dense_attention(case, 0.3, mask))
+
+
+def test_a_query_that_sees_nothing_gets_zeros():
+    case = make_case([3], 2, 1, torch.float16)
+    mask = torch.zeros(1, 1, 1, 2, case.tables.shape[1] * BLOCK)
+    scale = torch.tensor(1.0)
+    out = OPS.attention_naive_prefill(
+        *(case.q, case.new(0), case.new(1), case.kv, mask),
+        *(case.seq_idx(), scale, case.tables[0], scale),
+    )
+    assert torch.equal(out, torch.zeros_like(out))
+
+
+def test_sinks_take_probability_from_every_key():
+    # Equal scores: each of T keys gets 1 / (T + exp(sink - score)).
+    case = make_case([2], 1, 2, torch.float32)
+    case.q.zero_()
+    sinks = torch.tensor([[-1.0], [0.0], [0.5], [2.0]])
+    scale = torch.tensor(1.0)
+    out = OPS.flash_causal_attention_naive_decode(
+        *(case.q, case.new(0), case.new(1), case.kv, scale, case.seq_idx()),
+        *(case.tables, scale, sinks),
+    )
+    total = case.history[0][1].double().sum(0)  # [H, D]
+    share = 1 / (3 + sinks.double().exp())  # [H * G, 1]
+    want = (total.repeat_interleave(2, 0) * share).reshape(out.shape).float()
+    torch.testing.assert_close(out, want, rtol=1e-6, atol=1e-6)
+
+
+def test_a_padded_tail_that_overruns_the_table_is_dropped():
+    case = make_case([12], 4, 1, torch.float16)
+    case.tables = case.tables[:, :2]
+    padding = torch.full((1, HEADS, 1, 5, SIZE), 9.0, dtype=torch.float16)
+    q = torch.cat([case.q, padding], 3)
+    k, v = (torch.cat([case.new(plane), padding], 3) for plane in (0, 1))
+    scale = torch.tensor(0.2)
+    kv = case.kv.clone()
+    out = OPS.flash_causal_attention_naive_prefill(
+        q, k, v, kv, scale, case.seq_idx(), case.tables[0], scale
+    )
+    check(case, out[:, :, :, :4], kv, dense_attention(case, 0.2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_results_do_not_depend_on_the_batch_or_on_how_a_prompt_is_cut(dtype):
+    case = make_case([0, 21, 40], 1, 2, dtype)
+    scale = torch.tensor(SIZE**-0.5)
+    decode = OPS.flash_causal_attention_naive_decode
+    args = (case.q, case.new(0), case.new(1))
+    together = decode(*args, case.kv.clone(), scale, case.seq_idx(), case.tables, scale)
+    for i in range(3):
+        alone = decode(
+            *(a[i : i + 1] for a in args),
+            *(case.kv.clone(), scale, case.seq_idx()[i : i + 1]),
+            *(case.tables[i : i + 1], scale),
+        )
+        assert torch.equal(alone[0], together[i])
+    whole = make_case([0], 40, 2, dtype, seed=2)
+    prefill = OPS.flash_causal_attention_naive_prefill
+    args = (whole.q, whole.new(0), whole.new(1))
+    table = whole.tables[0]
+    at_once = prefill(*args, whole.kv.clone(), scale, whole.seq_idx(), table, scale)
+    kv, parts = whole.kv.clone(), []
+    for first, last in ((0, 16), (16, 35), (35, 40)):
+        piece = (a[:, :, :, first:last] for a in args)
+        start = torch.tensor([[first]])
+        parts.append(prefill(*piece, kv, scale, start, table, scale))
+    assert torch.equal(torch.cat(parts, 3), at_once)
+
+
+def make_mla(starts: list[int], length: int) -> dict[str, torch.Tensor]:
+    gen = torch.Generator().manual_seed(3)
+    blocks = max(starts) // BLOCK + 3
+    count = len(starts) * blocks + 2
+    order = torch.randperm(count, generator=gen)[: len(starts) * blocks]
+    size, total = 512 + 64, max(starts) + length
+    return {
+        "q": torch.randn(len(starts), 3, length, size, generator=gen).half(),
+        "rows": torch.randn(len(starts), total, size, generator=gen).half(),
+        "cache": torch.full((count, BLOCK, size), torch.nan).half(),
+        "tables": order.reshape(len(starts), blocks).to(torch.int32),
+    }
+
+
+@pytest.mark.parametrize("device", ["cpu", "rbln:0"])
+@BATCHES
+def test_mla(starts, length, device):
+    case = make_mla(starts, length)
+    cache, rows, tables = case["cache"], case["rows"], case["tables"]
+    want_cache = cache.clone()
+    want = torch.empty(len(starts), 3, length, 512, dtype=torch.float16)
+    for i, start in enumerate(starts):
+        for position in range(start + length):
+            slot = tables[i, position // BLOCK], position % BLOCK
+            want_cache[slot] = rows[i, position]
+            if position < start:
+                cache[slot] = rows[i, position]
+        known = rows[i, : start + length].double()
+        want[i] = torch.nn.functional.scaled_dot_product_attention(
+            case["q"][i].double(),
+            known.expand(3, -1, -1),
+            known[:, :512].expand(3, -1, -1),
+            attn_mask=torch.ones(length, start + length).tril(start).bool(),
+            scale=0.1,
+        )
+    new = torch.stack([rows[i, s : s + length] for i, s in enumerate(starts)])
+    prefill = len(starts) == 1
+    op = OPS.paged_flash_causal_mla_naive_decode
+    if prefill:
+        op, tables = OPS.paged_flash_causal_mla_naive_prefill, tables[0]
+    cache = cache.to(device)
+    inputs = (case["q"], new[..., :512], new[..., 512:].unsqueeze(2))
+    rest = (torch.tensor(starts).unsqueeze(1), tables, torch.tensor(0.1))
+    out = op(*(a.to(device) for a in inputs), cache, *(a.to(device) for a in rest))
+    torch.testing.assert_close(out.cpu(), want, rtol=2**-10, atol=2**-13)
+    assert torch.equal(cache.cpu().view(torch.uint8), want_cache.view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kv": torch.zeros(2, 6, 2, 1, 8, 32).half()}, r"\[NB, 2, H, 1, BS, D\]"),
+        ({"seq": torch.tensor([[80]])}, r"seq_idx must be in 0\.\.31 .*got 80"),
+        ({"seq": torch.tensor([[-1]])}, "seq_idx must be in"),
+        ({"seq": torch.zeros(1, 4).int()}, r"seq_idx must be \[1, 1\]"),
+        ({"table": torch.tensor([0, 1, 2, 99])}, r"block ids must be in 0\.\.\d+"),
+        ({"table": torch.tensor([0, -1, 2, 3])}, "block ids must be in"),
+        ({"table": torch.zeros(2, 4).int()}, "block_tables must be"),
+        ({"k": torch.zeros(1, 2, 1, 3, 32).half()}, "k must be"),
+        ({"q": torch.zeros(1, 2, 1, 5, 16).half()}, "q must be"),
+    ],
+)
+def test_bad_input_is_refused_before_a_byte_is_written(change, message):
+    case = make_case([0], 5, 1, torch.float16)
+    scale = torch.tensor(1.0)
+    named = {"q": case.q, "k": case.new(0), "v": case.new(1), "kv": case.kv.clone()}
+    named |= {"seq": case.seq_idx(), "table": torch.arange(4)} | change
+    before = named["kv"].clone()
+    with pytest.raises(ValueError, match=message) as error:
+        OPS.flash_causal_attention_naive_prefill(
+            *(named[name] for name in ("q", "k", "v", "kv")),
+            *(scale, named["seq"], named["table"], scale),
+        )
+    assert "rbln_custom_ops.flash_causal_attention_naive_prefill" in str(error.value)
+    assert torch.equal(named["kv"].view(torch.uint8), before.view(torch.uint8))
+
+
+def test_what_is_not_simulated_says_so_by_name():
+    case = make_case([0], 1, 1, torch.float16)
+    scale, idx = torch.tensor(1.0), case.seq_idx()
+    qkv = (case.q, case.new(0), case.new(1), case.kv)
+    with pytest.raises(NotImplementedError, match="float8_e4m3fn KV cache"):
+        OPS.flash_causal_attention_naive_decode(
+            *(*qkv, scale, idx, case.tables, scale, None, scale, scale),
+            torch.float8_e4m3fn,
+        )
+    for call in (
+        lambda: OPS.sliding_window_attention_v1(
+            *qkv, idx, scale, case.tables, 4, True, None, None
+        ),
+        lambda: OPS.sliding_window_attention_naive_prefill(
+            *qkv, idx, idx, scale, case.tables, scale, None
+        ),
+        lambda: OPS.sliding_window_attention_naive_decode(
+            *qkv, idx, idx, scale, case.tables, scale, None, None
+        ),
+    ):
+        with pytest.raises(NotImplementedError, match="sliding_window_attention_"):
+            call()
+    with pytest.raises(NotImplementedError, match="rbln_triton_ops.other_prefill"):
+        custom_kernel("other_prefill")
