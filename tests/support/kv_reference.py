@@ -87,9 +87,7 @@ class Case:
         return desc
 
 
-def random_bits(
-    shape: tuple[int, ...], dtype: torch.dtype, seed: int
-) -> torch.Tensor:
+def random_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
     """Return a CPU tensor of random bit patterns, NaNs included."""
     generator = torch.Generator().manual_seed(seed)
     count = dtype.itemsize

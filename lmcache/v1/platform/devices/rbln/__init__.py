@@ -98,8 +98,8 @@ class RblnDeviceSpec(DeviceSpec):
         if not self._warned and importlib.util.find_spec("torch_rbln") is not None:
             RblnDeviceSpec._warned = True
             logger.warning(
-                "torch-rbln is installed, but LMCache does not use RBLN: %s. It runs on "
-                "another device or on the CPU; set %s=rbln to stop instead",
+                "torch-rbln is installed, but LMCache does not use RBLN: %s. It runs "
+                "on another device or on the CPU; set %s=rbln to stop instead",
                 reason,
                 _BACKEND_ENV_VAR,
             )

@@ -39,10 +39,10 @@ class RblnDeviceOps(DeviceOps):
 
     def multi_layer_block_kv_transfer(
         self,
-        paged_buffer_ptrs_tensor: "torch.Tensor | list[torch.Tensor]",
-        lmcache_objects_ptrs: "list[int] | list[torch.Tensor]",
-        block_ids: "torch.Tensor | list[int]",
-        device: "torch.device | str",
+        paged_buffer_ptrs_tensor: torch.Tensor | list[torch.Tensor],
+        lmcache_objects_ptrs: list[int] | list[torch.Tensor],
+        block_ids: torch.Tensor | list[int],
+        device: torch.device | str,
         direction: TransferDirection,
         shape_desc: PageBufferShapeDesc,
         lmcache_chunk_size: int,

@@ -272,7 +272,9 @@ def plan_pieces(
         seen += len(blocks)
         whole = min(len(blocks), tokens // geometry.block_size)
         regions = list(
-            _split_whole_blocks(geometry, view_strides, blocks, first, whole, max_elements)
+            _split_whole_blocks(
+                geometry, view_strides, blocks, first, whole, max_elements
+            )
         )
         # The slots of a partial block are contiguous within one head only.
         for position in range(max(first, whole), len(blocks)):

@@ -65,8 +65,11 @@ def max_piece_elements(geometry: KVGeometry) -> int:
         ValueError: If not even one token of one head fits a staging buffer.
     """
     if geometry.device.type == "cpu":
-        return geometry.num_blocks * geometry.num_planes * geometry.num_heads * (
-            geometry.block_size * geometry.head_size
+        return (
+            geometry.num_blocks
+            * geometry.num_planes
+            * geometry.num_heads
+            * (geometry.block_size * geometry.head_size)
         )
     elements = BUFFER_BYTES // geometry.dtype.itemsize
     if geometry.head_size > elements:
@@ -97,7 +100,9 @@ def gather(
     """
     if geometry.device.type == "cpu":
         for piece in pieces:
-            _copy_bits(chunk_slice(chunk_views, piece), device_slice(block_views, piece))
+            _copy_bits(
+                chunk_slice(chunk_views, piece), device_slice(block_views, piece)
+            )
         return
 
     def finish(copied: _Staged) -> None:
@@ -139,7 +144,9 @@ def scatter(
     """
     if geometry.device.type == "cpu":
         for piece in pieces:
-            _copy_bits(device_slice(block_views, piece), chunk_slice(chunk_views, piece))
+            _copy_bits(
+                device_slice(block_views, piece), chunk_slice(chunk_views, piece)
+            )
         return
     with _Ring(geometry) as ring:
         for batch in _batches(pieces, geometry):
@@ -238,7 +245,7 @@ class _Ring:
         self._queue: deque[_Staged] = deque()
         try:
             if self.asynchronous:
-                self._stream = torch.rbln.current_stream(self._device)
+                self._stream = _torch_rbln().current_stream(self._device)
         except BaseException as exc:
             self._borrowed.__exit__(type(exc), exc, exc.__traceback__)
             raise
@@ -254,7 +261,7 @@ class _Ring:
 
     def stage(self, batch: _Batch) -> _Staged:
         """Put a batch at the end of the queue, on an idle buffer."""
-        event = torch.rbln.Event() if self.asynchronous else None
+        event = _torch_rbln().Event() if self.asynchronous else None
         staged = _Staged(self._idle.pop(), batch, event, self._stream)
         self._queue.append(staged)
         return staged
@@ -284,6 +291,11 @@ class _Ring:
         self._borrowed.__exit__(*exc_info)
 
 
+def _torch_rbln() -> Any:
+    """Return torch's module for RBLN, which torch-rbln adds at run time."""
+    return torch.rbln  # type: ignore[attr-defined]
+
+
 @lru_cache(maxsize=1)
 def _supports_async_copies() -> bool:
     """Return whether torch-rbln has streams, events and pinned memory.
@@ -293,7 +305,7 @@ def _supports_async_copies() -> bool:
     missing = [
         name
         for name in ("Stream", "Event", "current_stream")
-        if not hasattr(torch.rbln, name)
+        if not hasattr(_torch_rbln(), name)
     ]
     try:
         torch.empty(1, dtype=torch.uint8, pin_memory=True)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 # Standard
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 import gc
 
 # Third Party
@@ -29,7 +30,7 @@ from lmcache.v1.gpu_connector.utils import (
 _AMBIGUOUS = (2, 2, 3, 1, 4, 8)
 
 
-def caches(shape: tuple[int, ...]) -> list[torch.Tensor]:
+def caches(shape: tuple[int, ...]) -> Any:
     return [torch.zeros(shape) for _ in range(2)]
 
 
@@ -51,13 +52,16 @@ def test_it_stands_before_vllm_s_own_detector() -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (3, 2, 2, 2), (7, 1, 2, 1), (5, 4, 16, 8)])
+@pytest.mark.parametrize(
+    "sizes", [(1, 1, 1, 1), (3, 2, 2, 2), (7, 1, 2, 1), (5, 4, 16, 8)]
+)
 @pytest.mark.parametrize("hint", [{}, {"kv_layout": "NHD"}, {"kv_layout": "HND"}])
 def test_every_layout_is_told_by_its_shape(
-    layout: Layout, sizes: tuple[int, int, int, int], hint: dict[str, str]
+    layout: Layout, sizes: tuple[int, int, int, int], hint: Any
 ) -> None:
     case = Case(layout, 2, *sizes)
     layers = caches(case.layer_shape)
+    views: Any
     engine_kv_format, views = detect_format(layers, EngineType.VLLM, hint)
     assert engine_kv_format == case.engine_kv_format
     assert [v.data_ptr() for v in views] == [t.data_ptr() for t in layers]
@@ -71,9 +75,10 @@ def test_every_layout_is_told_by_its_shape(
 def test_other_engines_layouts_are_left_to_vllm_s_detector() -> None:
     for shape in [(2, 5, 4, 3, 8), (5, 2, 4, 3, 8), (5, 4, 8), (5, 4, 3, 8)]:
         layers = caches(shape)
-        assert detect_format(layers, EngineType.VLLM) [0] == VLLM_Detector().discover(
-            layers, {}
-        )[0]
+        assert (
+            detect_format(layers, EngineType.VLLM)[0]
+            == VLLM_Detector().discover(layers, {})[0]
+        )
 
 
 @pytest.mark.parametrize(
@@ -85,9 +90,9 @@ def test_other_6d_shapes_are_refused(shape: tuple[int, ...]) -> None:
 
 
 def test_meta_caches_are_refused() -> None:
-    layers = [torch.zeros((5, 2, 3, 1, 4, 8), device="meta")]
+    layers: Any = [torch.zeros((5, 2, 3, 1, 4, 8), device="meta")]
     with pytest.raises(ValueError, match="VLLM_RBLN_USE_DEVICE_TENSOR=1"):
-        get_detector(EngineType.VLLM).discover(layers, {})
+        vllm_rbln.VLLM_RBLN_Detector().discover(layers, {})
 
 
 def test_two_blocks_are_never_guessed() -> None:

@@ -66,7 +66,9 @@ class Call:
         """Fail unless the call raises, names every part and moves nothing."""
         layers, chunks = self.layers, self.chunks
         before = [as_bytes(t).clone() for t in (*layers, *chunks)]
-        for direction in [spoiled["direction"]] if "direction" in spoiled else [H2D, D2H]:
+        for direction in (
+            [spoiled["direction"]] if "direction" in spoiled else [H2D, D2H]
+        ):
             self.arguments |= spoiled | {"direction": direction}
             with pytest.raises(ValueError) as refused:
                 self.run()
@@ -138,12 +140,12 @@ def test_other_shapes_are_refused(layout: Layout, shape: tuple[int, ...]) -> Non
 
 
 def test_one_hnd_layout_is_not_taken_for_the_other() -> None:
-    Call("kv_first").refuses("blocks-first", engine_kv_format=Case(
-        "blocks_first"
-    ).engine_kv_format)
-    Call("blocks_first").refuses("K/V-first", engine_kv_format=Case(
-        "kv_first"
-    ).engine_kv_format)
+    Call("kv_first").refuses(
+        "blocks-first", engine_kv_format=Case("blocks_first").engine_kv_format
+    )
+    Call("blocks_first").refuses(
+        "K/V-first", engine_kv_format=Case("kv_first").engine_kv_format
+    )
 
 
 def test_no_layers_are_refused() -> None:
@@ -237,9 +239,9 @@ def test_chunks_of_another_shape_are_refused(layout: Layout) -> None:
         torch.zeros(case.chunk_shape(9), dtype=case.dtype),
     ]
     for chunk in wrong:
-        Call(layout).refuses("chunk 1", str(list(chunk.shape)), lmcache_objects_ptrs=[
-            good, chunk
-        ])
+        Call(layout).refuses(
+            "chunk 1", str(list(chunk.shape)), lmcache_objects_ptrs=[good, chunk]
+        )
     short = torch.zeros(case.chunk_shape(4), dtype=case.dtype)
     Call(layout).refuses("chunk 0", lmcache_objects_ptrs=[short, good])
 

@@ -28,7 +28,7 @@ import torch
 from lmcache.v1.platform.devices.rbln import kv_transfer
 from lmcache.v1.platform.devices.rbln.staging import StagingPool
 
-pytestmark = pytest.mark.npu
+pytestmark = [pytest.mark.npu, pytest.mark.deferred]
 
 CASE = Case("blocks_first", 8, 4, 4, 128, 64, torch.float16)
 BUFFERS = 4
