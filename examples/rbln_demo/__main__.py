@@ -30,7 +30,11 @@ from examples.rbln_demo.report import (
     format_table,
     whole_chunks,
 )
-from examples.rbln_demo.runtime import find_runtime, serving_environment
+from examples.rbln_demo.runtime import (
+    find_runtime,
+    own_machine,
+    serving_environment,
+)
 from examples.rbln_demo.servers import (
     CacheServer,
     CacheServerConfig,
@@ -145,7 +149,7 @@ def run(args: argparse.Namespace, progress: Progress) -> Measurement:
     lengths = tuple(len(prompt) for prompt in prompts)
     chunks = whole_chunks(lengths, args.block_size)
     blocks_each = -(-(max(lengths) + args.max_tokens) // args.block_size)
-    env = serving_environment(runtime, folder / "cache")
+    env = serving_environment(runtime, folder / "cache") | own_machine(folder)
     cache = CacheServer(
         CacheServerConfig(
             chunk_size=args.block_size,

@@ -16,10 +16,15 @@ import time
 
 POLL_S = 0.2
 
-# A line that names an exception, with or without a logger's prefix before it.
-_EXCEPTION_LINE = re.compile(r"\b([A-Z]\w*(?:Error|Exception|Interrupt)\b: .+)")
+# A line that names an exception, with or without a logger's prefix before it, or
+# a program's refusal of its arguments.
+_EXCEPTION_LINE = re.compile(
+    r"\b([A-Z]\w*(?:Error|Exception)\b: .+)|^\S+: (error: .+)$"
+)
 # Says that something failed, never what.
 _UNHELPFUL = ("Engine core initialization failed", "cancelled", "EngineDeadError")
+# The simulated runtime's own word on a call that it refused.
+_REFUSAL_LINE = re.compile(r"(\[rbln-sim\] .+)")
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -240,13 +245,17 @@ def likely_reason(log: str) -> str | None:
 
     Returns:
         The last line that names an exception and its message, skipping those
-        that only report that another process failed; ``None`` without one.
+        that only report that another process failed, and the last refusal of
+        the simulated runtime; ``None`` without any.
     """
-    for line in reversed(log.splitlines()):
-        found = _EXCEPTION_LINE.search(line)
-        if found and not any(text in line for text in _UNHELPFUL):
-            return found.group(1).strip()
-    return None
+    reasons = []
+    for pattern in (_EXCEPTION_LINE, _REFUSAL_LINE):
+        for line in reversed(log.splitlines()):
+            found = pattern.search(line)
+            if found and not any(text in line for text in _UNHELPFUL):
+                reasons.append(found.group(found.lastindex or 0).strip())
+                break
+    return "\n        ".join(reasons) or None
 
 
 def session_members(session_id: int) -> list[int]:

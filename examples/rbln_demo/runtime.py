@@ -55,6 +55,24 @@ def find_runtime(base: Mapping[str, str] | None = None) -> Runtime:
     return Runtime(name, True, rbln_sim.environment(env))
 
 
+def own_machine(folder: Path, devices: int = 1) -> dict[str, str]:
+    """Settings of a simulated machine that shares no NPU with any other.
+
+    Args:
+        folder: Where its state and its log of opened NPUs go; made when missing.
+        devices: Number of NPUs.
+
+    Returns:
+        Environment variables, without effect on a real NPU.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    return {
+        "RBLN_SIM_STATE_DIR": str(folder / "npu-state"),
+        "RBLN_SIM_OPEN_LOG": str(folder / "npu-opens.jsonl"),
+        "RBLN_SIM_DEVICES": str(devices),
+    }
+
+
 def serving_environment(
     runtime: Runtime, cache_dir: Path, backend: str | None = "rbln"
 ) -> dict[str, str]:

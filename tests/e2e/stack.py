@@ -16,7 +16,11 @@ import torch
 from examples.rbln_demo import tiny_models
 from examples.rbln_demo.client import Completion
 from examples.rbln_demo.processes import session_members
-from examples.rbln_demo.runtime import Runtime, serving_environment
+from examples.rbln_demo.runtime import (
+    Runtime,
+    own_machine,
+    serving_environment,
+)
 from examples.rbln_demo.servers import (
     CacheServer,
     CacheServerConfig,
@@ -85,7 +89,7 @@ class Stack:
         self.probe_folder = folder / "probe"
         self.probe_folder.mkdir(parents=True)
         env = serving_environment(runtime, folder / "cache", config.backend)
-        env |= machine_of_its_own(folder)
+        env |= own_machine(folder)
         env |= config.env
         self._env = env
         self._cache_config = CacheServerConfig(
@@ -220,23 +224,6 @@ class Stack:
         if not self.open_log.exists():
             return []
         return [json.loads(line) for line in self.open_log.read_text().splitlines()]
-
-
-def machine_of_its_own(folder: Path, devices: int = 1) -> dict[str, str]:
-    """Settings of a simulated machine that shares no NPU with any other.
-
-    Args:
-        folder: Where its state and its log of opened NPUs go.
-        devices: Number of NPUs.
-
-    Returns:
-        Environment variables; without effect on a real NPU.
-    """
-    return {
-        "RBLN_SIM_STATE_DIR": str(folder / "npu-state"),
-        "RBLN_SIM_OPEN_LOG": str(folder / "npu-opens.jsonl"),
-        "RBLN_SIM_DEVICES": str(devices),
-    }
 
 
 def wait_until(condition: Callable[[], bool], what: str, timeout_s: float) -> None:

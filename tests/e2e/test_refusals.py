@@ -14,8 +14,8 @@ import pytest
 
 # First Party
 from examples.rbln_demo.processes import ServerFailedError
-from examples.rbln_demo.runtime import Runtime, find_runtime
-from tests.e2e.stack import Stack, StackConfig, machine_of_its_own
+from examples.rbln_demo.runtime import Runtime, find_runtime, own_machine
+from tests.e2e.stack import Stack, StackConfig
 from tests.e2e.stack_pool import StackPool
 
 HOLD_AN_NPU = """
@@ -29,7 +29,7 @@ sys.stdin.read()
 @contextmanager
 def npu_held(folder: Path) -> Iterator[int]:
     """Hold the only NPU in another process; yields its process id."""
-    env = {**find_runtime().env, **machine_of_its_own(folder)}
+    env = {**find_runtime().env, **own_machine(folder)}
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLD_AN_NPU],
         env=env,

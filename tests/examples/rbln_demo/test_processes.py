@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Servers that work, die, hang and leave children behind."""
+
+# Standard
+from collections.abc import Iterator
+from pathlib import Path
+import os
+import signal
+import sys
+
+# Third Party
+import pytest
+
+# First Party
+from examples.rbln_demo.processes import (
+    ServerFailedError,
+    ServerProcess,
+    likely_reason,
+    session_members,
+)
+
+SERVE = "import time; print('ready', flush=True); time.sleep(600)"
+STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + SERVE
+# The child outlives its parent, as an engine does whose API server crashed.
+ORPHANING = f"""
+import subprocess, sys
+subprocess.Popen([sys.executable, "-c", {STUBBORN!r}])
+{SERVE}
+"""
+
+
+@pytest.fixture
+def servers(tmp_path: Path) -> Iterator["Servers"]:
+    """Makes servers out of Python code, and ends them whatever happens."""
+    made = Servers(tmp_path)
+    yield made
+    for server in made.all:
+        for pid in session_members(server.pid):
+            os.kill(pid, signal.SIGKILL)
+
+
+class Servers:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.all: list[ServerProcess] = []
+
+    def start(self, code: str) -> ServerProcess:
+        server = ServerProcess(
+            "test server",
+            [sys.executable, "-c", code],
+            dict(os.environ, TORCH_DEVICE_BACKEND_AUTOLOAD="0"),
+            self._folder / "logs" / "server.log",
+            self._folder / "run",
+        )
+        server.start()
+        self.all.append(server)
+        return server
+
+
+def is_ready(server: ServerProcess) -> bool:
+    return "ready" in server.log()
+
+
+def test_ready_server_stops_politely(servers: Servers) -> None:
+    server = servers.start(SERVE)
+    waits: list[float] = []
+    server.wait_ready(lambda: is_ready(server), 30.0, waits.append)
+    assert server.is_running()
+    assert session_members(server.pid) == [server.pid]
+
+    assert server.stop()
+
+    assert not server.is_running()
+    assert session_members(server.pid) == []
+    assert waits == sorted(waits)
+
+
+def test_stop_twice_or_before_start_is_no_error(servers: Servers, tmp_path: Path) -> None:
+    server = servers.start(SERVE)
+    assert server.stop()
+    assert server.stop()
+    never = ServerProcess("never", ["false"], {}, tmp_path / "log", tmp_path)
+    assert never.stop()
+
+
+def test_dead_server_gives_its_reason_and_the_end_of_its_log(servers: Servers) -> None:
+    server = servers.start(
+        "print('one line of log', flush=True); raise ValueError('no such model')"
+    )
+    with pytest.raises(ServerFailedError) as failure:
+        server.wait_ready(lambda: False, 30.0)
+    text = str(failure.value)
+    assert text.startswith("test server ended with status 1.")
+    assert "reason: ValueError: no such model" in text
+    assert "| one line of log" in text
+    assert str(server.log_path) in text
+
+
+def test_server_that_is_never_ready_is_reported(servers: Servers) -> None:
+    server = servers.start(SERVE)
+    with pytest.raises(ServerFailedError, match="was not ready after 0 s"):
+        server.wait_ready(lambda: False, 0.0)
+    assert server.is_running(), "stopping it is the caller's business"
+
+
+def test_server_that_ignores_sigterm_is_killed(servers: Servers) -> None:
+    server = servers.start(STUBBORN)
+    server.wait_ready(lambda: is_ready(server), 30.0)
+    assert not server.stop(term_timeout_s=0.2)
+    assert session_members(server.pid) == []
+
+
+@pytest.mark.parametrize("parent_crashes", [False, True])
+def test_children_end_with_their_server(servers: Servers, parent_crashes: bool) -> None:
+    server = servers.start(ORPHANING)
+    server.wait_ready(lambda: server.log().count("ready") == 2, 30.0)
+    assert len(session_members(server.pid)) == 2
+    if parent_crashes:
+        os.kill(server.pid, signal.SIGKILL)
+        assert server.wait_ended(10.0) == -signal.SIGKILL
+
+    assert not server.stop(), "the child ignores SIGTERM"
+
+    assert session_members(server.pid) == []
+
+
+def test_kill_ends_the_whole_session(servers: Servers) -> None:
+    server = servers.start(ORPHANING)
+    server.wait_ready(lambda: server.log().count("ready") == 2, 30.0)
+    server.kill()
+    assert session_members(server.pid) == []
+
+
+def test_check_running_notices_a_death(servers: Servers) -> None:
+    server = servers.start("import sys; sys.exit(7)")
+    server.wait_ended(10.0)
+    with pytest.raises(ServerFailedError, match="ended with status 7"):
+        server.check_running()
+
+
+def test_program_that_does_not_exist(tmp_path: Path) -> None:
+    server = ServerProcess(
+        "missing", [str(tmp_path / "nothing")], {}, tmp_path / "log", tmp_path
+    )
+    with pytest.raises(ServerFailedError, match="missing could not be started"):
+        server.start()
+    with pytest.raises(ServerFailedError, match="was not started"):
+        _ = server.pid
+
+
+def test_log_of_an_earlier_run_is_not_taken_for_this_one(servers: Servers) -> None:
+    first = servers.start("print('ready')")
+    first.wait_ended(10.0)
+    second = servers.start("import time; time.sleep(600)")
+    assert not is_ready(second)
+    assert second.log_path == first.log_path
+
+
+@pytest.mark.parametrize(
+    ("log", "reason"),
+    [
+        ("", None),
+        ("INFO all is well\n", None),
+        ("ValueError: first\nOSError: second\nINFO end\n", "OSError: second"),
+        (
+            "(EngineCore pid=9) ERROR ValueError: no layout\n"
+            "RuntimeError: Engine core initialization failed. See root cause above.\n",
+            "ValueError: no layout",
+        ),
+        ("lmcache: error: unrecognized arguments: --x\n", "error: unrecognized"),
+        (
+            "[rbln-sim] rbln_malloc: NPU 0 is held by pid 7 (python)\n"
+            "RuntimeError: rbln_malloc failed\n",
+            "RuntimeError: rbln_malloc failed\n"
+            "        [rbln-sim] rbln_malloc: NPU 0 is held by pid 7 (python)",
+        ),
+    ],
+)
+def test_likely_reason(log: str, reason: str | None) -> None:
+    found = likely_reason(log)
+    assert found is None if reason is None else found and found.startswith(reason)
+
+
+def test_session_members_ignores_other_sessions() -> None:
+    assert os.getpid() in session_members(os.getsid(0))
+    assert session_members(2**22 + 1) == []
