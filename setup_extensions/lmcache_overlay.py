@@ -163,13 +163,16 @@ def check_collisions(upstream: Upstream, root: Path, stage: Path) -> None:
 def lay_over(upstream: Upstream, root: Path, stage: Path, *, link: bool) -> None:
     """Drop what we own from the stage and put our files there.
 
+    What is only compared goes too: an editable install puts the stage on Python's path,
+    where LMCache's package ``tests`` would hide ours.
+
     Args:
         upstream: The declarations.
         root: This repository.
         stage: Unpacked LMCache.
         link: Link to the files of this repository instead of copying them.
     """
-    for folder in upstream.owned:
+    for folder in upstream.owned + COMPARED:
         shutil.rmtree(stage / folder, ignore_errors=True)
     for name in our_files(root, SHIPPED):
         target = stage / name
