@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "engine.h"
 
-#include <chrono>
 #include <cstdint>
 #include <cstring>
 #include <thread>
@@ -22,12 +21,6 @@ uint64_t scramble(uint64_t x) {
   return x ^ (x >> 31);
 }
 
-std::chrono::microseconds delay_of(uint64_t stream, uint64_t position) {
-  const uint64_t random = scramble(scramble(settings().seed + stream) + position);
-  return std::chrono::microseconds(kMinDelayUs +
-                                   random % (kMaxDelayUs - kMinDelayUs + 1));
-}
-
 bool overlap(const CopyJob& job) {
   const auto src = reinterpret_cast<uintptr_t>(job.src);
   const auto dst = reinterpret_cast<uintptr_t>(job.dst);
@@ -35,6 +28,13 @@ bool overlap(const CopyJob& job) {
 }
 
 }  // namespace
+
+std::chrono::microseconds deferred_delay(uint64_t seed, uint64_t stream,
+                                         uint64_t position) {
+  const uint64_t random = scramble(scramble(seed + stream) + position);
+  return std::chrono::microseconds(kMinDelayUs +
+                                   random % (kMaxDelayUs - kMinDelayUs + 1));
+}
 
 void copy_now(const CopyJob& job) {
   if (overlap(job)) {
@@ -48,7 +48,7 @@ uint64_t copy_on(Stream& stream, CopyJob job) {
   if (!settings().deferred) {
     return stream.submit([job = std::move(job)] { copy_now(job); });
   }
-  const auto delay = delay_of(stream.handle(), stream.newest());
+  const auto delay = deferred_delay(settings().seed, stream.handle(), stream.newest());
   return stream.submit([job = std::move(job), delay] {
     // Poison would destroy a source that the destination overlaps.
     if (!overlap(job)) std::memset(job.dst, kPoison, job.bytes);

@@ -4,6 +4,7 @@
 // caller waits for it or a stream does it.
 #pragma once
 
+#include <chrono>
 #include <memory>
 
 #include "stream.h"
@@ -30,5 +31,9 @@ void copy_now(const CopyJob& job);
 uint64_t copy_on(Stream& stream, CopyJob job);
 
 constexpr unsigned char kPoison = 0xA5;
+
+/// How long the copy at `position` of `stream` takes in deferred mode.
+std::chrono::microseconds deferred_delay(uint64_t seed, uint64_t stream,
+                                         uint64_t position);
 
 }  // namespace rbln_sim

@@ -1,0 +1,240 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "allocation.h"
+
+#include "address_space.h"
+#include "counters.h"
+#include "harness.h"
+
+using namespace rbln_sim;
+
+namespace {
+
+constexpr uint64_t kSize = 300 << 10;
+
+std::shared_ptr<Allocation> make(uint64_t size = kSize) {
+  return std::make_shared<Allocation>(device(0), AddressSpace::instance().take(size),
+                                      size);
+}
+
+std::string pattern(uint64_t size = kSize, char start = 1) {
+  std::string text(size, '\0');
+  for (uint64_t i = 0; i < size; ++i) text[i] = static_cast<char>(start + i % 251);
+  return text;
+}
+
+std::string read_all(Allocation& allocation) {
+  std::string text(allocation.size(), '?');
+  allocation.read(0, text.size(), text.data());
+  return text;
+}
+
+uint64_t used() { return device(0).ledger.stats().allocated.current; }
+
+void check_syncs(uint64_t d2h, uint64_t d2h_bytes, uint64_t h2d, uint64_t h2d_bytes) {
+  CHECK_EQ(counters().sync_d2h.count.load(), d2h);
+  CHECK_EQ(counters().sync_d2h.bytes.load(), d2h_bytes);
+  CHECK_EQ(counters().sync_h2d.count.load(), h2d);
+  CHECK_EQ(counters().sync_h2d.bytes.load(), h2d_bytes);
+}
+
+}  // namespace
+
+TEST(a_lazy_allocation_takes_no_device_memory) {
+  const auto allocation = make();
+  allocation->write(0, kSize, pattern().data());
+  CHECK_EQ(read_all(*allocation), pattern());
+  CHECK(!allocation->on_device());
+  CHECK_EQ(used(), 0u);
+  check_syncs(0, 0, 0, 0);
+}
+
+TEST(a_never_written_allocation_reads_as_zeros) {
+  CHECK_EQ(read_all(*make()), std::string(kSize, '\0'));
+  const auto bound = make();
+  bound->bind();
+  CHECK_EQ(read_all(*bound), std::string(kSize, '\0'));
+}
+
+TEST(binding_takes_device_memory_and_brings_the_bytes) {
+  const auto allocation = make();
+  allocation->write(0, kSize, pattern().data());
+  allocation->bind();
+  CHECK(allocation->on_device());
+  CHECK(used() >= kSize);
+  check_syncs(0, 0, 1, kSize);
+  CHECK_EQ(read_all(*allocation), pattern());
+  check_syncs(1, kSize, 1, kSize);
+  allocation->bind();
+  check_syncs(1, kSize, 1, kSize);
+}
+
+TEST(device_memory_is_given_back) {
+  auto allocation = make();
+  allocation->bind();
+  allocation.reset();
+  CHECK_EQ(used(), 0u);
+}
+
+TEST(out_of_memory_leaves_the_bytes_where_they_are) {
+  const auto allocation = make();
+  allocation->write(0, kSize, pattern().data());
+  device(0).ledger.charge(1ull << 30);
+  CHECK_REFUSED("out of device memory", allocation->bind());
+  CHECK(!allocation->on_device());
+  CHECK_EQ(read_all(*allocation), pattern());
+}
+
+TEST(a_bound_allocation_stays_on_the_device) {
+  const auto allocation = make();
+  allocation->bind();
+  allocation->write(0, kSize, pattern().data());
+  CHECK(allocation->on_device());
+  allocation->mark_zeros();
+  CHECK(allocation->on_device());
+  CHECK_EQ(read_all(*allocation), std::string(kSize, '\0'));
+}
+
+TEST(a_graph_makes_the_device_bytes_the_newest) {
+  const auto allocation = make();
+  allocation->write(0, kSize, pattern().data());
+  const Span view = allocation->device_target(5, 0);
+  CHECK_EQ(std::string(view.bytes, 10), pattern().substr(5, 10));
+  view.bytes[0] = '!';
+  std::string want = pattern();
+  want[5] = '!';
+  CHECK_EQ(read_all(*allocation), want);
+}
+
+TEST(a_view_is_valid_whatever_happens_meanwhile) {
+  const auto allocation = make();
+  char* view = allocation->device_target(0, 0).bytes;
+  allocation->write(0, kSize, pattern().data());
+  allocation->mark_zeros();
+  CHECK_EQ(allocation->device_target(0, 0).bytes, view);
+  CHECK_EQ(view[100], '\0');
+}
+
+TEST(writing_everything_to_device_latest_bytes_waits_on_the_host) {
+  const auto allocation = make();
+  allocation->device_target(0, 0);
+  allocation->write(0, kSize, pattern().data());
+  CHECK(!allocation->on_device());
+  check_syncs(0, 0, 0, 0);
+  CHECK_EQ(std::string(allocation->device_target(0, 0).bytes, kSize), pattern());
+  check_syncs(0, 0, 1, kSize);
+}
+
+TEST(writing_a_part_of_device_latest_bytes_crosses) {
+  const auto allocation = make();
+  std::memcpy(allocation->device_target(0, 0).bytes, pattern().data(), kSize);
+  allocation->write(1, 3, "abc");
+  CHECK(allocation->on_device());
+  check_syncs(0, 0, 1, 3);
+  CHECK_EQ(read_all(*allocation), pattern().replace(1, 3, "abc"));
+}
+
+TEST(zeros_replace_all_earlier_bytes) {
+  for (const bool was_on_device : {false, true}) {
+    const auto allocation = make();
+    allocation->write(0, kSize, pattern().data());
+    if (was_on_device) allocation->device_target(0, 0);
+    allocation->mark_zeros();
+    CHECK_EQ(allocation->device_target(0, 0).bytes[kSize - 1], '\0');
+    CHECK_EQ(read_all(*allocation), std::string(kSize, '\0'));
+  }
+  check_syncs(2, 2 * kSize, 1, kSize);  // zeros are not transferred
+}
+
+TEST(a_part_written_over_zeros_keeps_the_rest_zero) {
+  const auto allocation = make();
+  allocation->mark_zeros();
+  allocation->write(2, 3, "abc");
+  CHECK_EQ(read_all(*allocation), std::string(kSize, '\0').replace(2, 3, "abc"));
+}
+
+TEST(a_device_write_of_everything_moves_nothing_first) {
+  const auto allocation = make();
+  allocation->write(0, kSize, pattern().data());
+  allocation->device_target(0, kSize);
+  check_syncs(0, 0, 0, 0);
+}
+
+TEST(the_source_is_where_the_newest_bytes_are) {
+  const auto allocation = make();
+  allocation->write(0, kSize, pattern().data());
+  CHECK(!allocation->source(7).on_device);
+  CHECK_EQ(*allocation->source(7).span.bytes, pattern()[7]);
+  allocation->bind();
+  CHECK(allocation->source(7).on_device);
+  CHECK_EQ(*allocation->source(7).span.bytes, pattern()[7]);
+}
+
+TEST(borrowed_host_bytes_are_the_allocation_itself) {
+  const auto allocation = make();
+  allocation->write(0, kSize, pattern().data());
+  const Span lent = allocation->borrow(10, 5, false);
+  CHECK_EQ(std::string(lent.bytes, 5), pattern().substr(10, 5));
+  std::memcpy(lent.bytes, "hello", 5);
+  allocation->take_back(10, 5, lent);
+  CHECK_EQ(read_all(*allocation), pattern().replace(10, 5, "hello"));
+  check_syncs(0, 0, 0, 0);
+}
+
+TEST(borrowed_device_bytes_cross_and_come_back) {
+  for (const bool bound : {false, true}) {
+    counters().sync_d2h.reset();
+    counters().sync_h2d.reset();
+    const auto allocation = make();
+    if (bound) allocation->bind();
+    std::memcpy(allocation->device_target(0, 0).bytes, pattern().data(), kSize);
+    const Span lent = allocation->borrow(10, 5, false);
+    CHECK_EQ(std::string(lent.bytes, 5), pattern().substr(10, 5));
+    check_syncs(1, 5, 0, 0);
+    std::memcpy(lent.bytes, "hello", 5);
+    allocation->take_back(10, 5, lent);
+    check_syncs(1, 5, 1, 5);
+    CHECK_EQ(read_all(*allocation), pattern().replace(10, 5, "hello"));
+  }
+}
+
+TEST(bytes_to_be_overwritten_do_not_cross) {
+  const auto allocation = make();
+  allocation->bind();
+  allocation->borrow(0, kSize, true);
+  check_syncs(0, 0, 0, 0);
+}
+
+TEST(a_borrower_loses_no_write_to_another_part) {
+  const auto allocation = make();
+  const Span device_bytes = allocation->device_target(0, 0);
+  const Span lent = allocation->borrow(0, 100, false);
+  device_bytes.bytes[200] = 'x';  // a stream writes elsewhere meanwhile
+  std::memset(lent.bytes, 'y', 100);
+  allocation->take_back(0, 100, lent);
+  const std::string got = read_all(*allocation);
+  CHECK_EQ(got[0], 'y');
+  CHECK_EQ(got[200], 'x');
+}
+
+TEST(a_borrower_may_return_after_the_bytes_went_to_the_device) {
+  const auto allocation = make();
+  const Span lent = allocation->borrow(0, 3, false);
+  allocation->bind();
+  std::memcpy(lent.bytes, "abc", 3);
+  allocation->take_back(0, 3, lent);
+  CHECK_EQ(read_all(*allocation).substr(0, 3), "abc");
+}
+
+TEST(info_is_kept) {
+  const auto allocation = make();
+  CHECK(allocation->info().user_dtype == rbln::DataType::Undefined);
+  allocation->set_info(rbln::DataType::Float16, rbln::DataType::CustomFloat16, {2, 3});
+  const rbln::MemoryInfo info = allocation->info();
+  CHECK_EQ(info.torch_device_id, 0u);
+  CHECK_EQ(info.key_vaddr, allocation->base());
+  CHECK(info.user_dtype == rbln::DataType::Float16);
+  CHECK(info.physical_dtype == rbln::DataType::CustomFloat16);
+  CHECK((info.user_shape == std::vector<int64_t>{2, 3}));
+}
+
+HARNESS_MAIN()

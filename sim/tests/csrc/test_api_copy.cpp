@@ -1,0 +1,334 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <list>
+#include <random>
+#include <thread>
+
+#include "abi.h"
+#include "counters.h"
+#include "harness.h"
+
+using namespace rbln;
+using rbln_sim::counters;
+
+namespace {
+
+constexpr uint64_t kSize = 1 << 16;
+
+uint64_t address(const void* pointer) { return reinterpret_cast<uint64_t>(pointer); }
+
+uint64_t make_lazy(uint32_t device = 0, uint64_t size = kSize) {
+  uint64_t vaddr = 0;
+  CHECK_EQ(rbln_malloc_lazy(device, size, vaddr), kSuccess);
+  return vaddr;
+}
+
+uint64_t make_bound(uint32_t device = 0, uint64_t size = kSize) {
+  uint64_t vaddr = 0;
+  CHECK_EQ(rbln_malloc_eager(device, size, vaddr), kSuccess);
+  return vaddr;
+}
+
+void write(uint64_t vaddr, const std::string& text) {
+  CHECK_EQ(rbln_memcpy_h2v(address(text.data()), vaddr, text.size()), kSuccess);
+}
+
+std::string read(uint64_t vaddr, uint64_t size = kSize) {
+  std::string text(size, '?');
+  CHECK_EQ(rbln_memcpy_v2h(vaddr, address(text.data()), size), kSuccess);
+  return text;
+}
+
+uint64_t make_current_stream(uint32_t device = 0) {
+  uint64_t stream;
+  CHECK_EQ(rbln_stream_create(device, &stream), kSuccess);
+  CHECK_EQ(rbln_set_current_stream(device, stream), kSuccess);
+  return stream;
+}
+
+}  // namespace
+
+TEST(copies_at_any_offset) {
+  for (const uint64_t vaddr : {make_lazy(), make_bound()}) {
+    write(vaddr, std::string(kSize, '.'));
+    write(vaddr + 5, "hello");
+    CHECK_EQ(read(vaddr, 12), ".....hello..");
+    CHECK_EQ(read(vaddr + 6, 3), "ell");
+  }
+}
+
+TEST(bounds_and_pointers_are_checked_before_a_byte_moves) {
+  const uint64_t vaddr = make_bound();
+  std::string host(2 * kSize, 'h');
+  uint64_t handle;
+  CHECK_FAILS(kInvalid, "rbln_memcpy_h2v: ",
+              rbln_memcpy_h2v(address(host.data()), vaddr + 1, kSize));
+  CHECK_FAILS(kInvalid, "rbln_memcpy_v2h: ",
+              rbln_memcpy_v2h(vaddr, address(host.data()), kSize + 1));
+  CHECK_FAILS(kInvalid, "rbln_memcpy_h2v_async: ",
+              rbln_memcpy_h2v_async(address(host.data()), vaddr, kSize + 1, &handle));
+  CHECK_FAILS(kInvalid, "rbln_memcpy_v2h_async: ",
+              rbln_memcpy_v2h_async(vaddr + kSize, address(host.data()), 1, &handle));
+  CHECK_FAILS(kInvalid, "is a device address where a host pointer is wanted",
+              rbln_memcpy_h2v(vaddr, vaddr, 1));
+  CHECK_FAILS(kInvalid, "is not a device address",
+              rbln_memcpy_h2v(address(host.data()), address(host.data()), 1));
+  CHECK_FAILS(kInvalid, "0 bytes", rbln_memcpy_h2v(address(host.data()), vaddr, 0));
+  CHECK_FAILS(kInvalid, "0 bytes", rbln_memcpy_v2v(vaddr, vaddr, 0));
+  CHECK_EQ(read(vaddr), std::string(kSize, '\0'));
+  CHECK_EQ(host, std::string(2 * kSize, 'h'));
+}
+
+TEST(a_synchronous_copy_orders_behind_the_current_stream) {
+  setenv("RBLN_SIM_DEFERRED", "1", 1);
+  make_current_stream();
+  const uint64_t vaddr = make_bound();
+  const std::string first(kSize, '1'), second(kSize, '2');
+  uint64_t handle = 0;
+  CHECK_EQ(rbln_memcpy_h2v_async(address(first.data()), vaddr, kSize, &handle),
+           kSuccess);
+  CHECK(handle != 0);
+  CHECK_EQ(read(vaddr), first);
+  rbln_memcpy_h2v_async(address(first.data()), vaddr, kSize, &handle);
+  write(vaddr, second);
+  CHECK_EQ(read(vaddr), second);
+}
+
+TEST(an_asynchronous_copy_of_host_bytes_is_made_at_once) {
+  setenv("RBLN_SIM_DEFERRED", "1", 1);
+  const uint64_t vaddr = make_lazy();
+  const std::string text(kSize, 'x');
+  std::string got(kSize, '?');
+  uint64_t handle = 42;
+  CHECK_EQ(rbln_memcpy_h2v_async(address(text.data()), vaddr, kSize, &handle),
+           kSuccess);
+  CHECK_EQ(handle, 0u);
+  handle = 42;
+  CHECK_EQ(rbln_memcpy_v2h_async(vaddr, address(got.data()), kSize, &handle), kSuccess);
+  CHECK_EQ(handle, 0u);
+  CHECK_EQ(got, text);
+}
+
+TEST(copies_on_one_stream_are_in_order) {
+  setenv("RBLN_SIM_DEFERRED", "1", 1);
+  const uint64_t stream = make_current_stream();
+  const uint64_t a = make_bound(), b = make_bound();
+  const std::string text(kSize, 'x');
+  std::string got(kSize, '?');
+  uint64_t handle;
+  rbln_memcpy_h2v_async(address(text.data()), a, kSize, &handle);
+  CHECK_EQ(rbln_memcpy_v2v_async(a, b, kSize, &handle), kSuccess);
+  CHECK(handle != 0);
+  rbln_memcpy_v2h_async(b, address(got.data()), kSize, &handle);
+  rbln_stream_synchronize(stream);
+  CHECK_EQ(got, text);
+}
+
+TEST(memory_freed_in_flight_is_still_copied) {
+  setenv("RBLN_SIM_DEFERRED", "1", 1);
+  const uint64_t stream = make_current_stream();
+  const uint64_t vaddr = make_bound();
+  const std::string text(kSize, 'x');
+  write(vaddr, text);
+  std::string got(kSize, '?');
+  uint64_t handle;
+  rbln_memcpy_v2h_async(vaddr, address(got.data()), kSize, &handle);
+  CHECK_EQ(rbln_free(vaddr), kSuccess);
+  CHECK_FAILS(kInvalid, "is stale", rbln_memcpy_v2h(vaddr, address(got.data()), 1));
+  CHECK(rbln_get_memory_stats(0).GetAllocatedCurrent() > 0);
+  rbln_stream_synchronize(stream);
+  CHECK_EQ(got, text);
+  CHECK_EQ(rbln_get_memory_stats(0).GetAllocatedCurrent(), 0u);
+}
+
+TEST(transfers_of_bound_memory_hide_nothing) {
+  const uint64_t stream = make_current_stream();
+  const uint64_t a = make_bound(), b = make_bound();
+  std::string host(kSize, 'x');
+  uint64_t handle;
+  rbln_memcpy_h2v_async(address(host.data()), a, kSize, &handle);
+  rbln_memcpy_v2h_async(a, address(host.data()), kSize, &handle);
+  rbln_memcpy_v2v_async(a, b, kSize, &handle);
+  rbln_stream_synchronize(stream);
+  rbln_memcpy_v2v(a, b, kSize);
+  rbln_memcpy_v2v_multi({{a, b, 10}, {a, b + 10, 10}});
+  CHECK_EQ(counters().sync_d2h.count + counters().sync_h2d.count, 0u);
+  CHECK_EQ(counters().hidden[0].count + counters().reject[1].count, 0u);
+  rbln_memcpy_v2h_multi({{a, address(host.data()), 10}, {b, address(&host[10]), 5}});
+  CHECK_EQ(counters().sync_d2h.count.load(), 2u);
+  CHECK_EQ(counters().sync_d2h.bytes.load(), 15u);
+}
+
+TEST(a_device_copy_of_host_bytes_is_told) {
+  const uint64_t a = make_lazy(), b = make_lazy();
+  write(a, std::string(kSize, 'x'));
+  CHECK_EQ(rbln_memcpy_v2v(a, b, kSize), kSuccess);
+  CHECK_EQ(read(b), std::string(kSize, 'x'));
+  CHECK_EQ(counters().hidden[0].count.load(), 1u);
+  CHECK_EQ(counters().hidden[0].bytes.load(), kSize);
+  CHECK_EQ(counters().reject[1].count.load(), 1u);
+  CHECK_EQ(counters().sync_d2h.count.load(), 0u);
+}
+
+TEST(a_device_copy_makes_its_destination_resident) {
+  const uint64_t a = make_bound(), b = make_lazy(), c = make_lazy();
+  write(a, std::string(kSize, 'x'));
+  write(c, std::string(kSize, 'c'));
+  const uint64_t used = rbln_get_memory_stats(0).GetAllocatedCurrent();
+  CHECK_EQ(rbln_memcpy_v2v(a, b, kSize), kSuccess);
+  CHECK_EQ(rbln_get_memory_stats(0).GetAllocatedCurrent(), used + kSize);
+  CHECK_EQ(read(b), std::string(kSize, 'x'));
+  CHECK_EQ(rbln_memcpy_v2v(a, c + 1, 2), kSuccess);
+  CHECK_EQ(read(c), std::string(kSize, 'c').replace(1, 2, "xx"));
+}
+
+TEST(a_device_copy_may_overlap_itself) {
+  for (const uint64_t vaddr : {make_lazy(0, 10), make_bound(0, 10)}) {
+    write(vaddr, "0123456789");
+    CHECK_EQ(rbln_memcpy_v2v(vaddr, vaddr + 2, 8), kSuccess);
+    CHECK_EQ(read(vaddr, 10), "0101234567");
+  }
+}
+
+TEST(copies_between_devices) {
+  setenv("RBLN_SIM_DEFERRED", "1", 1);
+  make_current_stream(0);
+  make_current_stream(1);
+  const uint64_t a = make_bound(0), b = make_bound(1);
+  const std::string text(kSize, 'x');
+  uint64_t handle;
+  rbln_memcpy_h2v_async(address(text.data()), a, kSize, &handle);
+  CHECK_EQ(rbln_memcpy_v2v_async(a, b, kSize, &handle), kSuccess);
+  CHECK_EQ(handle, 0u);
+  CHECK_EQ(read(b), text);
+}
+
+TEST(batches) {
+  const uint64_t a = make_bound(0), b = make_lazy(1);
+  const std::string text = "abcdef";
+  CHECK_EQ(rbln_memcpy_h2v_multi({{address(text.data()), a, 3},
+                                  {address(text.data() + 3), a + 10, 3},
+                                  {address(text.data()), b, 6}}),
+           kSuccess);
+  CHECK_EQ(read(a, 3) + read(a + 10, 3) + read(b, 6), "abcdefabcdef");
+  std::string got(6, '?');
+  CHECK_EQ(rbln_memcpy_v2h_multi(
+               {{a + 10, address(got.data()), 3}, {b, address(got.data() + 3), 3}}),
+           kSuccess);
+  CHECK_EQ(got, "defabc");
+  CHECK_EQ(rbln_memcpy_h2v_multi({}), kSuccess);
+}
+
+TEST(a_batch_is_refused_as_a_whole) {
+  const uint64_t a = make_bound(), b = make_bound();
+  write(a, std::string(kSize, 'a'));
+  const std::string text = "xyz";
+  std::string host(8, 'h');
+  CHECK_FAILS(kInvalid, "rbln_memcpy_h2v_multi: two entries of the batch write",
+              rbln_memcpy_h2v_multi(
+                  {{address(text.data()), a, 3}, {address(text.data()), a + 2, 3}}));
+  CHECK_FAILS(kInvalid, "rbln_memcpy_v2h_multi: two entries of the batch write",
+              rbln_memcpy_v2h_multi(
+                  {{a, address(host.data()), 4}, {a, address(host.data() + 3), 2}}));
+  CHECK_FAILS(kInvalid, "rbln_memcpy_v2v_multi: two entries of the batch write",
+              rbln_memcpy_v2v_multi({{a, b, 4}, {a + 8, b + 3, 4}}));
+  CHECK_FAILS(kInvalid, "run past the end",
+              rbln_memcpy_h2v_multi({{address(text.data()), a, 3},
+                                     {address(text.data()), a + kSize - 1, 2}}));
+  CHECK_EQ(read(a), std::string(kSize, 'a'));
+  CHECK_EQ(read(b), std::string(kSize, '\0'));
+  CHECK_EQ(host, "hhhhhhhh");
+}
+
+TEST(a_batch_of_host_bytes_is_served_on_the_host) {
+  const uint64_t a = make_lazy(), b = make_lazy();
+  write(a, std::string(kSize, 'x'));
+  CHECK_EQ(rbln_memcpy_v2v_multi({{a, b, 4}, {a, b + 4, 4}}), kSuccess);
+  CHECK_EQ(read(b, 9), std::string("xxxxxxxx") + '\0');
+  CHECK_EQ(counters().hidden[0].count.load(), 2u);
+  CHECK_EQ(counters().reject[1].count.load(), 2u);
+}
+
+TEST(random_work_of_many_threads_equals_a_sequential_model) {
+  // Each thread owns its memory and a stream per device; a model holds what every
+  // operation must leave behind.
+  make_lazy();
+  std::vector<std::thread> threads;
+  std::vector<std::string> problems(8);
+  for (int t = 0; t < 8; ++t) {
+    threads.emplace_back([t, &problem = problems[t]] {
+      std::mt19937 random(static_cast<unsigned>(t));
+      const auto below = [&random](uint64_t limit) { return random() % limit; };
+      const uint32_t device = t % 2;
+      make_current_stream(device);
+      std::vector<uint64_t> memory;
+      std::vector<std::string> model;
+      for (int i = 0; i < 4; ++i) {
+        memory.push_back(i % 2 ? make_bound(device, 4096) : make_lazy(device, 4096));
+        model.emplace_back(4096, '\0');
+      }
+      std::list<std::string> in_flight;  // host buffers that streams still use
+      for (int step = 0; step < 2000 && problem.empty(); ++step) {
+        const uint64_t a = below(4), b = below(4);
+        const uint64_t length = 1 + below(4096);
+        const uint64_t from = below(4097 - length), to = below(4097 - length);
+        uint64_t handle, host, id;
+        switch (below(9)) {
+          case 0:
+          case 1: {
+            std::string text(length, static_cast<char>(random()));
+            model[a].replace(to, length, text);
+            in_flight.push_back(std::move(text));
+            rbln_memcpy_h2v_async(address(in_flight.back().data()), memory[a] + to,
+                                  length, &handle);
+            break;
+          }
+          case 2:
+            model[b].replace(to, length, std::string(model[a].substr(from, length)));
+            rbln_memcpy_v2v(memory[a] + from, memory[b] + to, length);
+            break;
+          case 3: {
+            // A copy of overlapping parts on a stream must be right as well.
+            const std::string moved = model[a].substr(from, length);
+            model[b].replace(to, length, moved);
+            rbln_memcpy_v2v_async(memory[a] + from, memory[b] + to, length, &handle);
+            break;
+          }
+          case 4:
+            rbln_mark_zeros(memory[a]);
+            model[a].assign(4096, '\0');
+            break;
+          case 5:
+            rbln_v_borrow_host_ptr(memory[a] + to, length, host, id);
+            std::memset(reinterpret_cast<void*>(host), step, length);
+            rbln_v_return_borrowed(id, true);
+            model[a].replace(to, length, std::string(length, static_cast<char>(step)));
+            break;
+          case 6:
+            rbln_free(memory[a]);
+            memory[a] = step % 2 ? make_bound(device, 4096) : make_lazy(device, 4096);
+            model[a].assign(4096, '\0');
+            break;
+          case 7:
+            rbln_set_raw_memory_alloc(memory[a], 4096);
+            break;
+          case 8:
+            if (read(memory[a] + from, length) != model[a].substr(from, length)) {
+              problem = "step " + std::to_string(step);
+            }
+            break;
+        }
+        if (step % 100 == 0) {
+          rbln_device_synchronize(device);
+          in_flight.clear();
+        }
+      }
+      for (int i = 0; i < 4; ++i) {
+        if (read(memory[i], 4096) != model[i]) problem += " end";
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (const std::string& problem : problems) CHECK_EQ(problem, "");
+}
+
+HARNESS_MAIN()

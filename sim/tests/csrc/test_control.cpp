@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "abi.h"
+#include "harness.h"
+#include "rbln_sim.h"
+
+using namespace rbln;
+
+namespace {
+
+constexpr uint64_t kSize = 1 << 16;
+
+}  // namespace
+
+TEST(a_view_holds_the_newest_bytes_and_is_written_through) {
+  uint64_t vaddr, host;
+  rbln_malloc_lazy(0, kSize, vaddr);
+  std::string text(kSize, 'x');
+  rbln_memcpy_h2v(reinterpret_cast<uint64_t>(text.data()), vaddr, kSize);
+  CHECK_EQ(rbln_sim_device_view(vaddr + 8, kSize - 8, &host), 0);
+  char* view = reinterpret_cast<char*>(host);
+  CHECK_EQ(view[0], 'x');
+  view[0] = 'y';
+  CHECK_EQ(rbln_memcpy_v2h(vaddr, reinterpret_cast<uint64_t>(text.data()), kSize),
+           kSuccess);
+  CHECK_EQ(text, std::string(kSize, 'x').replace(8, 1, "y"));
+  CHECK_EQ(rbln_get_memory_stats(0).GetAllocatedCurrent(), kSize);
+}
+
+TEST(a_view_is_checked_like_a_copy) {
+  uint64_t vaddr, host;
+  rbln_malloc_lazy(0, kSize, vaddr);
+  CHECK_FAILS(kInvalid, "rbln_sim_device_view",
+              rbln_sim_device_view(vaddr, kSize + 1, &host));
+  CHECK_FAILS(kInvalid, "null", rbln_sim_device_view(vaddr, kSize, nullptr));
+  rbln_free(vaddr);
+  CHECK_FAILS(kInvalid, "is stale", rbln_sim_device_view(vaddr, kSize, &host));
+  rbln_malloc_lazy(0, 2ull << 30, vaddr);
+  CHECK_FAILS(kFailure, "out of device memory", rbln_sim_device_view(vaddr, 1, &host));
+}
+
+TEST(a_graph_runs_behind_the_queued_copies) {
+  setenv("RBLN_SIM_DEFERRED", "1", 1);
+  uint64_t vaddr, stream, handle, host;
+  rbln_malloc_eager(0, kSize, vaddr);
+  rbln_stream_create(0, &stream);
+  rbln_set_current_stream(0, stream);
+  const std::string text(kSize, 'x');
+  rbln_memcpy_h2v_async(reinterpret_cast<uint64_t>(text.data()), vaddr, kSize, &handle);
+  CHECK(handle != 0);
+  CHECK_EQ(rbln_sim_graph_begin(0), 0);
+  CHECK_EQ(rbln_sim_device_view(vaddr, kSize, &host), 0);
+  CHECK_EQ(std::string(reinterpret_cast<char*>(host), kSize), text);
+}
+
+TEST(the_check_gives_its_reason_and_opens_nothing) {
+  char reason[64] = "old";
+  CHECK_EQ(rbln_sim_check(reason, sizeof reason), 0);
+  CHECK_EQ(std::string(reason), "");
+  setenv("RBLN_SIM_DEVICES", "many", 1);
+  CHECK_FAILS(kInvalid, "RBLN_SIM_DEVICES='many'",
+              rbln_sim_check(reason, sizeof reason));
+  CHECK_EQ(std::string(reason).substr(0, 24), "RBLN_SIM_DEVICES='many' ");
+  char small[4] = "old";
+  CHECK_FAILS(kInvalid, "RBLN_SIM_DEVICES", rbln_sim_check(small, sizeof small));
+  CHECK_EQ(std::string(small), "RBL");
+  CHECK_FAILS(kInvalid, "RBLN_SIM_DEVICES", rbln_sim_check(nullptr, 0));
+  CHECK(!std::filesystem::exists(getenv("RBLN_SIM_STATE_DIR")));
+}
+
+HARNESS_MAIN()

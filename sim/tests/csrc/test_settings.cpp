@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "settings.h"
+
+#include "harness.h"
+
+using namespace rbln_sim;
+
+namespace {
+
+void clear() {
+  for (const char* name : {"RBLN_SIM_DEVICES", "RBLN_SIM_MEMORY_GIB",
+                           "RBLN_SIM_STATE_DIR", "XDG_RUNTIME_DIR"}) {
+    unsetenv(name);
+  }
+}
+
+void check_bad(const char* name, const char* value) {
+  setenv(name, value, 1);
+  CHECK_REFUSED(std::string(name) + "='" + value + "'", read_settings());
+  unsetenv(name);
+}
+
+}  // namespace
+
+TEST(defaults) {
+  clear();
+  const Settings read = read_settings();
+  CHECK_EQ(read.devices, 1u);
+  CHECK_EQ(read.memory_bytes, 16ull << 30);
+  CHECK(!read.deferred);
+  CHECK_EQ(read.seed, 0u);
+  CHECK_EQ(read.open_log, "");
+  CHECK_EQ(read.state_dir, "/tmp/rbln-sim-" + std::to_string(getuid()));
+}
+
+TEST(values) {
+  setenv("RBLN_SIM_DEVICES", "8", 1);
+  setenv("RBLN_SIM_MEMORY_GIB", "0.5", 1);
+  setenv("RBLN_SIM_DEFERRED", "1", 1);
+  setenv("RBLN_SIM_SEED", "18446744073709551615", 1);
+  setenv("RBLN_SIM_OPEN_LOG", "log", 1);
+  setenv("RBLN_SIM_STATE_DIR", "state", 1);
+  const Settings read = read_settings();
+  CHECK_EQ(read.devices, 8u);
+  CHECK_EQ(read.memory_bytes, 512ull << 20);
+  CHECK(read.deferred);
+  CHECK_EQ(read.seed, UINT64_MAX);
+  CHECK_EQ(read.open_log, "log");
+  CHECK_EQ(read.state_dir, "state");
+}
+
+TEST(an_empty_value_is_the_default) {
+  for (const char* name : {"RBLN_SIM_DEVICES", "RBLN_SIM_MEMORY_GIB",
+                           "RBLN_SIM_DEFERRED", "RBLN_SIM_SEED", "RBLN_SIM_TRACE"}) {
+    setenv(name, "", 1);
+  }
+  CHECK_EQ(read_settings().devices, 1u);
+  CHECK_EQ(read_settings().memory_bytes, 16ull << 30);
+}
+
+TEST(the_state_folder_follows_the_runtime_folder) {
+  clear();
+  setenv("XDG_RUNTIME_DIR", "/run/user/1", 1);
+  CHECK_EQ(read_settings().state_dir, "/run/user/1/rbln-sim");
+}
+
+TEST(a_bad_value_is_refused_by_name) {
+  for (const char* value : {"x", "-1", "1.5", " 1", "1 ", "65", "+1", "0x1"}) {
+    check_bad("RBLN_SIM_DEVICES", value);
+  }
+  for (const char* value : {"x", "0", "-1", "nan", "inf", "1g", "1025"}) {
+    check_bad("RBLN_SIM_MEMORY_GIB", value);
+  }
+  for (const char* value : {"yes", "true", "2", "on"}) {
+    check_bad("RBLN_SIM_DEFERRED", value);
+  }
+  for (const char* value : {"x", "-1", "18446744073709551616"}) {
+    check_bad("RBLN_SIM_SEED", value);
+  }
+}
+
+TEST(settings_of_later_versions_are_refused_by_name) {
+  for (const char* name : {"RBLN_SIM_FAULTS", "RBLN_SIM_WITHOUT", "RBLN_SIM_GBPS",
+                           "RBLN_SIM_PAGEABLE_GBPS", "RBLN_SIM_SUBMIT_US",
+                           "RBLN_SIM_DESCRIPTOR_US", "RBLN_SIM_TRACE"}) {
+    setenv(name, "0", 1);
+    CHECK_REFUSED(std::string(name) + " is not supported by this version",
+                  read_settings());
+    unsetenv(name);
+  }
+}
+
+TEST(settings_are_read_once_and_a_failure_is_not_kept) {
+  setenv("RBLN_SIM_DEVICES", "x", 1);
+  CHECK_REFUSED("RBLN_SIM_DEVICES", settings());
+  setenv("RBLN_SIM_DEVICES", "3", 1);
+  CHECK_EQ(settings().devices, 3u);
+  setenv("RBLN_SIM_DEVICES", "4", 1);
+  CHECK_EQ(settings().devices, 3u);
+}
+
+HARNESS_MAIN()
