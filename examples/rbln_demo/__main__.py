@@ -31,6 +31,7 @@ from examples.rbln_demo.report import (
     whole_chunks,
 )
 from examples.rbln_demo.runtime import (
+    WANTED,
     find_runtime,
     own_machine,
     serving_environment,
@@ -80,6 +81,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """
     parser = argparse.ArgumentParser(
         prog="python -m examples.rbln_demo", description=__doc__
+    )
+    parser.add_argument(
+        "--runtime",
+        choices=WANTED,
+        default="auto",
+        help="auto takes a real NPU where its stack is installed",
     )
     parser.add_argument("--model", choices=tiny_models.NAMES, default="qwen3")
     parser.add_argument("--prompts", type=int, default=4, help="sent at once")
@@ -140,7 +147,7 @@ def run(args: argparse.Namespace, progress: Progress) -> Measurement:
         ServerFailedError: If a server fails.
         RequestFailedError: If a request fails.
     """
-    runtime = find_runtime()
+    runtime = find_runtime(wanted=args.runtime)
     progress.say(f"runtime: {runtime.name}")
     folder: Path = args.folder
     model = tiny_models.make(args.model, folder / "models")
@@ -228,9 +235,7 @@ def read_chunks(cache: CacheServer, wanted: int, timeout_s: float = 5.0) -> int:
 
 
 @contextmanager
-def stopping(
-    cache: CacheServer, engine: Engine, progress: Progress
-) -> Iterator[None]:
+def stopping(cache: CacheServer, engine: Engine, progress: Progress) -> Iterator[None]:
     """Stop both servers on the way out, whatever happens inside.
 
     Raises:

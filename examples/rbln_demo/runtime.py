@@ -10,6 +10,7 @@ import os
 
 # The distribution that brings the real librbln.so; without it there is no NPU.
 NPU_STACK = "rebel-compiler"
+WANTED = ("auto", "sim", "npu")
 
 
 @dataclass(frozen=True)
@@ -27,21 +28,30 @@ class Runtime:
     env: dict[str, str]
 
 
-def find_runtime(base: Mapping[str, str] | None = None) -> Runtime:
+def find_runtime(
+    base: Mapping[str, str] | None = None, wanted: str = "auto"
+) -> Runtime:
     """Choose the NPU where its stack is installed, else the simulator.
 
     Args:
         base: Environment to start from; the one of this process by default.
+        wanted: ``npu`` or ``sim`` insists on one of them.
 
     Returns:
         The runtime and the environment that leads to it.
 
     Raises:
-        RuntimeError: If neither is installed.
+        RuntimeError: If neither is installed, or not the wanted one.
     """
+    if wanted not in WANTED:
+        raise RuntimeError(f"runtime must be one of {WANTED}, got {wanted!r}")
     env = dict(os.environ if base is None else base)
     version = _version(NPU_STACK)
-    if version is not None:
+    if wanted == "npu" and version is None:
+        raise RuntimeError(
+            f"runtime npu: {NPU_STACK} is not installed in this environment"
+        )
+    if version is not None and wanted != "sim":
         return Runtime(f"NPU ({NPU_STACK} {version})", False, env)
     try:
         # Third Party

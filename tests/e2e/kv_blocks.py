@@ -170,9 +170,10 @@ class StoredChunk:
         self._segment = segment
         self._original = as_bytes(chunk).numpy().tobytes()
         self._like = chunk
-        with segment.open("rb") as file, mmap.mmap(
-            file.fileno(), 0, access=mmap.ACCESS_READ
-        ) as memory:
+        with (
+            segment.open("rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as memory,
+        ):
             self._offset = memory.find(self._original)
             assert self._offset >= 0, "the chunk is not in the server's memory"
             again = memory.find(self._original, self._offset + 1)

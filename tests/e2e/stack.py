@@ -241,4 +241,3 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float) -> No
     while not condition():
         assert time.monotonic() < deadline, f"{what}: not within {timeout_s:.0f} s"
         time.sleep(0.1)
-

@@ -55,9 +55,7 @@ def planted(stack: Stack, originals: Chunks, faulty: Chunks) -> Iterator[None]:
             place.repair()
 
 
-def check_fault_is_caught(
-    stack: Stack, fault: Callable[[Chunks, int], Chunks]
-) -> None:
+def check_fault_is_caught(stack: Stack, fault: Callable[[Chunks, int], Chunks]) -> None:
     """Plant a fault, see the byte check fail, repair it, see the check pass."""
     prompt = stack.prompt(2 * stack.config.chunk_size + 9, fault.__name__)
     [cold] = stack.cold([prompt])
@@ -80,9 +78,7 @@ def check_fault_is_caught(
 @pytest.mark.parametrize(
     "fault", [swap_heads, swap_k_and_v, shift_tokens, exchange_blocks]
 )
-def test_fault_is_caught(
-    stack: Stack, fault: Callable[[Chunks, int], Chunks]
-) -> None:
+def test_fault_is_caught(stack: Stack, fault: Callable[[Chunks, int], Chunks]) -> None:
     check_fault_is_caught(stack, fault)
 
 

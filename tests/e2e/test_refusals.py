@@ -52,9 +52,7 @@ def folder(stacks: StackPool, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def own_stack(
-    config: StackConfig, runtime: Runtime, folder: Path
-) -> Stack:
+def own_stack(config: StackConfig, runtime: Runtime, folder: Path) -> Stack:
     return Stack(config, runtime, folder, f"rbln_e2e_{os.getpid()}_{config.name}")
 
 

@@ -46,9 +46,7 @@ def test_both_sides_chose_the_rbln_backend(stack: Stack) -> None:
 
 @pytest.mark.parametrize("stack", ["blocks-first"], indirect=True)
 @pytest.mark.parametrize("transport", ["pickle", "SHM"])
-def test_server_restarts_while_the_worker_serves(
-    stack: Stack, transport: str
-) -> None:
+def test_server_restarts_while_the_worker_serves(stack: Stack, transport: str) -> None:
     """The worker finds the new server, which may use another transport."""
     old = stack.prompt(2 * stack.config.chunk_size + 1, ("old", transport))
     [expected] = stack.cold([old])

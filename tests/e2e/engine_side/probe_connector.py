@@ -59,9 +59,7 @@ class LMCacheMPConnector(stock.LMCacheMPConnector):
             ids = meta.op.flat_block_ids
             blocks = torch.stack(
                 [
-                    torch.stack(
-                        [layer.select(self._probe_axis, i).cpu() for i in ids]
-                    )
+                    torch.stack([layer.select(self._probe_axis, i).cpu() for i in ids])
                     for layer in self._probe_layers
                 ]
             )

@@ -75,7 +75,9 @@ def test_ready_server_stops_politely(servers: Servers) -> None:
     assert waits == sorted(waits)
 
 
-def test_stop_twice_or_before_start_is_no_error(servers: Servers, tmp_path: Path) -> None:
+def test_stop_twice_or_before_start_is_no_error(
+    servers: Servers, tmp_path: Path
+) -> None:
     server = servers.start(SERVE)
     assert server.stop()
     assert server.stop()
