@@ -125,7 +125,8 @@ def test_lmcache_driven_transfers_are_refused(
     monkeypatch.setenv(
         "LMCACHE_MP_TRANSFER_MODE", "auto" if by_argument else "lmcache_driven"
     )
-    with pytest.raises(ValueError, match="Use mode 'engine_driven'"):
+    refusal = "MP transfer mode 'lmcache_driven' is not supported"
+    with pytest.raises(ValueError, match=refusal):
         worker_transfer.create_transfer_context(
             Cache("blocks_first").device,
             instance_id=1,

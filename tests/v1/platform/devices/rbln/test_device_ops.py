@@ -156,7 +156,9 @@ def test_meta_layers_are_refused() -> None:
     call = Call()
     layers = [layer.to("meta") for layer in call.layers]
     call.refuses(
-        "meta", "VLLM_RBLN_USE_DEVICE_TENSOR=1", paged_buffer_ptrs_tensor=layers
+        "KV layer 0 is a meta tensor without memory",
+        "VLLM_RBLN_USE_DEVICE_TENSOR=1",
+        paged_buffer_ptrs_tensor=layers,
     )
 
 
@@ -222,7 +224,8 @@ def test_a_descriptor_that_disagrees_is_refused(name: str) -> None:
 )
 def test_chunk_sizes_that_are_no_multiple_are_refused(size: int, hint: int) -> None:
     Call().refuses(
-        "block_size=4", f"chunk size {size}", f"--chunk-size {hint}",
+        "block_size=4 but chunk size", "is not a positive multiple",
+        f"chunk size {size}", f"--chunk-size {hint}",
         lmcache_chunk_size=size,
     )  # fmt: skip
 

@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 # Standard
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 import os
 import subprocess
 import sys
@@ -14,11 +16,12 @@ import pytest
 
 # First Party
 from lmcache.v1.multiprocess.transfer_mode import MPTransferMode
+from lmcache.v1.platform.devices import rbln as backend
 from lmcache.v1.platform.devices.rbln import RblnDeviceSpec
 from lmcache.v1.platform.devices.rbln.device_ops import RblnDeviceOps
 
 _CHOOSE = "import lmcache; print('CHOSE', lmcache.torch_device_type)"
-_WARNING = "does not use RBLN"
+_WARNING = "torch-rbln is installed, but LMCache does not use RBLN"
 
 
 def choose(**environment: str | None) -> tuple[str, str]:
@@ -45,6 +48,10 @@ def choose(**environment: str | None) -> tuple[str, str]:
     return (chosen[0].removeprefix("CHOSE ") if chosen else ""), output
 
 
+def _fail() -> bool:
+    raise RuntimeError("malformed RBLN_DEVICE_MAP")
+
+
 def test_capabilities() -> None:
     spec = RblnDeviceSpec()
     assert (spec.device_type, spec.backend_name) == ("rbln", "rbln")
@@ -55,6 +62,42 @@ def test_capabilities() -> None:
     assert spec.ipc_wrapper_cls is None and spec.event_ipc_backend is None
     # A backend that pins would need shared memory to keep working (lazy L1).
     assert not spec.is_pin_supported
+
+
+@pytest.mark.parametrize(
+    ("rbln", "installed", "reason"),
+    [
+        (None, False, "torch_rbln is not installed"),
+        (None, True, "torch did not load torch_rbln; run `python -m torch_rbln."),
+        (SimpleNamespace(is_available=lambda: False), True, "torch.rbln sees no NPU"),
+        (SimpleNamespace(is_available=_fail), True, "torch.rbln can't be used: malformed"),
+    ],
+)
+def test_pinned_it_raises_and_unpinned_it_warns_once(
+    monkeypatch: pytest.MonkeyPatch, rbln: object, installed: bool, reason: str
+) -> None:
+    warning = MagicMock()
+    monkeypatch.setattr(backend.logger, "warning", warning)
+    monkeypatch.setattr(RblnDeviceSpec, "_warned", False)
+    monkeypatch.delenv("TORCH_DEVICE_BACKEND_AUTOLOAD", raising=False)
+    monkeypatch.setattr(
+        backend.importlib.util, "find_spec", lambda name: installed or None
+    )
+    spec = RblnDeviceSpec()
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(rbln=rbln))
+
+    monkeypatch.setenv("LMCACHE_DEVICE_BACKEND", "rbln")
+    with pytest.raises(RuntimeError) as raised:
+        spec.is_available()
+    assert f"LMCACHE_DEVICE_BACKEND=rbln, but {reason}" in str(raised.value)
+    warning.assert_not_called()
+
+    monkeypatch.delenv("LMCACHE_DEVICE_BACKEND")
+    assert not spec.is_available()
+    assert not spec.is_available()
+    assert warning.call_count == (1 if installed else 0)
+    if installed:
+        assert reason in warning.call_args.args[1]
 
 
 @pytest.mark.npu
@@ -88,7 +131,7 @@ def test_pinned_without_a_runtime_fails_with_the_reason() -> None:
         LMCACHE_DEVICE_BACKEND="rbln", LD_LIBRARY_PATH=None, PYTHONPATH=None
     )
     assert not device
-    assert "librbln.so" in output
+    assert "torch can't be imported: Could not find librbln.so" in output
 
 
 @pytest.mark.sim

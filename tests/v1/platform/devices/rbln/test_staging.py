@@ -143,6 +143,7 @@ def test_the_setting_is_in_mib(
 
 
 def test_the_default_is_64_mib(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert STAGING_ENV_VAR == "LMCACHE_RBLN_STAGING_MIB"
     for unset in (lambda: monkeypatch.setenv(STAGING_ENV_VAR, " "),
                   lambda: monkeypatch.delenv(STAGING_ENV_VAR)):  # fmt: skip
         unset()
