@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM with vllm-rbln's own worker on the simulated NPU, against transformers."""
+
+# Standard
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from importlib.util import find_spec
+from pathlib import Path
+
+# Third Party
+import pytest
+import torch
+
+# First Party
+import rbln_sim
+
+pytestmark = [
+    pytest.mark.sim,
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("vllm_rbln") is None, reason="needs vllm-rbln"),
+]
+
+REPO = Path(__file__).resolve().parents[2]
+NEW_TOKENS = 6
+# Around a block (256) and around a chunk of the prefill (128).
+LENGTHS = (300, 256, 257, 127)
+PROMPTS = [[3 + (i * 37 + length) % 500 for i in range(length)] for length in LENGTHS]
+
+_SERVE = """
+import json, sys
+from vllm import LLM, SamplingParams
+
+if __name__ == "__main__":
+    work = json.load(open(sys.argv[1]))
+    llm = LLM(
+        model=work["model"], dtype=work["dtype"], enforce_eager=work["eager"],
+        model_impl="vllm", block_size=256, max_model_len=1024,
+        max_num_batched_tokens=128, max_num_seqs=4, enable_prefix_caching=False,
+        additional_config=work["config"], seed=0, **work["engine"],
+    )
+    greedy = SamplingParams(
+        temperature=0, max_tokens=work["new_tokens"], ignore_eos=True
+    )
+    def generate(prompts):
+        prompts = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = llm.generate(prompts, greedy, use_tqdm=False)
+        return [list(o.outputs[0].token_ids) for o in outputs]
+    result = {
+        "together": generate(work["prompts"]),
+        "alone": [generate([prompt])[0] for prompt in work["prompts"]],
+    }
+    json.dump(result, open(sys.argv[2], "w"))
+"""
+
+
+def reference(model: Path) -> list[list[int]]:
+    """Greedy tokens of transformers in float32 on contiguous caches."""
+    # Third Party
+    from transformers import AutoModelForCausalLM
+
+    network = AutoModelForCausalLM.from_pretrained(model).float()
+    outputs = []
+    for prompt in PROMPTS:
+        full = network.generate(
+            torch.tensor([prompt]),
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        outputs.append(full[0, len(prompt) :].tolist())
+    return outputs
+
+
+def make_model(kind: str, folder: Path) -> Path:
+    command = ["-m", "examples.rbln_demo.tiny_models", kind, str(folder)]
+    subprocess.run([sys.executable, *command], cwd=REPO, check=True)
+    return folder / kind
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "custom_kernel", "eager", "dynamic"),
+    [
+        pytest.param("qwen3", "float32", "0", False, False, id="blocks-first"),
+        pytest.param("llama", "float32", "1", False, False, id="kv-first"),
+        pytest.param("mla", "float16", "0", False, False, id="mla"),
+        pytest.param("qwen3", "float32", "0", False, True, id="dynamic-kv-cache"),
+        pytest.param("qwen3", "float16", "0", True, False, id="eager"),
+    ],
+)
+def test_greedy_tokens_are_those_of_transformers(
+    kind, dtype, custom_kernel, eager, dynamic, tmp_path
+):
+    model = make_model(kind, tmp_path)
+    work = {
+        "model": str(model),
+        "dtype": dtype,
+        "eager": eager,
+        "new_tokens": NEW_TOKENS,
+        "prompts": PROMPTS,
+        "config": {"use_dynamic_kv_cache": dynamic},
+        # Sized by the device when dynamic.
+        "engine": {} if dynamic else {"num_gpu_blocks_override": 16},
+    }
+    (tmp_path / "serve.py").write_text(textwrap.dedent(_SERVE))
+    (tmp_path / "work.json").write_text(json.dumps(work))
+    settings = {
+        "RBLN_USE_CUSTOM_KERNEL": custom_kernel,
+        # NPUs of its own: this process holds those it sees.
+        "RBLN_SIM_STATE_DIR": str(tmp_path),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "TORCH_RBLN_DISABLE_FALLBACK": "compile_error",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    result = subprocess.run(
+        [sys.executable, "serve.py", "work.json", "result.json"],
+        cwd=tmp_path,
+        env=rbln_sim.environment({**os.environ, **settings}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=400,
+    )
+    assert result.returncode == 0, result.stdout[-8000:]
+    served = json.loads((tmp_path / "result.json").read_text())
+    assert served["together"] == reference(model)
+    assert served["alone"] == served["together"]
