@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The demo's exit status, and that it takes its servers with it."""
+
+# Standard
+from pathlib import Path
+import os
+import signal
+import subprocess
+import sys
+import time
+
+# Third Party
+import pytest
+
+# First Party
+from examples.rbln_demo import __main__ as demo
+from examples.rbln_demo.client import RequestFailedError
+from examples.rbln_demo.processes import ServerFailedError
+from tests.examples.rbln_demo.test_report import GOOD
+
+ROOT = Path(demo.__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ServerFailedError("vllm serve ended with status 1.\nreason: out of memory"),
+        RequestFailedError("HTTP 500: no"),
+        RuntimeError("neither rebel-compiler nor rbln-sim is installed"),
+    ],
+)
+def test_failure_gives_its_reason(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    def fail(*_args: object) -> None:
+        raise error
+
+    monkeypatch.setattr(demo, "run", fail)
+    assert demo.main([]) == 1
+    assert f"FAILED: {error}" in capsys.readouterr().err
+
+
+def test_good_measurement_succeeds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(demo, "run", lambda *_args: GOOD)
+    assert demo.main([]) == 0
+    assert "outputs equal       2 of 2" in capsys.readouterr().out
+
+
+def test_bad_measurement_fails_and_still_shows_the_table(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    bad = demo.Measurement(**{**vars(GOOD), "restored_tokens": 0})
+    monkeypatch.setattr(demo, "run", lambda *_args: bad)
+    assert demo.main([]) == 1
+    shown = capsys.readouterr()
+    assert "tokens restored     0 of 768" in shown.out
+    assert "tokens restored in the warm round: wanted 768, got 0" in shown.err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--prompt-tokens", "300"], ["--prompts", "0"], ["--model", "gpt"]],
+)
+def test_bad_arguments_are_refused(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        demo.parse_arguments(arguments)
+    assert refused.value.code == 2
+
+
+def test_prompts_are_the_same_in_every_run_and_share_nothing() -> None:
+    prompts = demo.make_prompts(3, 400, 512)
+    assert prompts == demo.make_prompts(3, 400, 512)
+    assert [len(prompt) for prompt in prompts] == [400, 336, 272]
+    assert len({tuple(prompt[:8]) for prompt in prompts}) == 3
+    assert all(3 <= token < 512 for prompt in prompts for token in prompt)
+
+
+@pytest.mark.npu
+@pytest.mark.slow
+def test_ended_by_a_signal_it_stops_its_servers(tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "examples.rbln_demo", "--folder", str(tmp_path)],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+        )
+    try:
+        deadline = time.monotonic() + 120
+        while "vllm serve" not in output.read_text():
+            assert process.poll() is None, output.read_text()
+            assert time.monotonic() < deadline, output.read_text()
+            time.sleep(0.2)
+        time.sleep(2.0)  # vllm serve is somewhere in its start-up
+        assert len(processes_that_name(tmp_path)) >= 3
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 128 + signal.SIGTERM
+    finally:
+        process.kill()
+        process.wait()
+
+    assert "stopping both servers" in output.read_text()
+    assert processes_that_name(tmp_path) == []
+    assert not Path(f"/dev/shm/lmcache_l1_pool_rbln_demo_{process.pid}").exists()
+
+
+def processes_that_name(folder: Path) -> list[int]:
+    """Processes with ``folder`` in their command line, or working below it."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            command = (entry / "cmdline").read_bytes()
+            place = os.readlink(entry / "cwd")
+        except OSError:
+            continue
+        if str(folder).encode() in command or place.startswith(str(folder)):
+            found.append(int(entry.name))
+    return found
