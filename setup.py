@@ -31,6 +31,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import setuptools
+from setuptools.command.sdist import sdist
 
 ROOT = Path(__file__).resolve().parent
 # Not as a part of the package setup_extensions: that is LMCache's name once staged.
@@ -242,36 +243,47 @@ def write_torch_record(stage: Path) -> None:
     )
 
 
-def stage_key(upstream: Upstream) -> str:
-    """Return what an editable stage depends on, our linked files' content aside."""
+def stage_key(*, editable: bool) -> str:
+    """Return a hash over all that a stage is made from.
+
+    Args:
+        editable: Our files are links: of them only the names count.
+    """
     import torch
 
     digest = hashlib.sha256(torch.__version__.encode())
     for name in ("setup.py", "setup_extensions/lmcache_overlay.py", "upstream.toml"):
         digest.update((ROOT / name).read_bytes())
-    digest.update(os.environ.get("LMCACHE_SDIST", "").encode())
-    digest.update("\n".join(our_files(ROOT, SHIPPED)).encode())
+    for name in our_files(ROOT, SHIPPED):
+        digest.update(b"\0" + name.encode())
+        if not editable:
+            digest.update(b"\0" + sha256_of(ROOT / name).encode())
     return digest.hexdigest()
 
 
 def make_stage(upstream: Upstream, cache: Path, *, editable: bool) -> Path:
     """Make the folder in which LMCache's own ``setup.py`` runs.
 
+    A stage that is still right is used again, so that a running process can go on
+    importing from an editable one.
+
     Args:
         upstream: The pin and the declarations.
         cache: Folder that keeps the download.
         editable: Make the stage that an editable install imports from: our files are
-            links, and a stage that is still right is left alone.
+            links. Else they are copies.
 
     Returns:
-        The stage.
+        The stage, without the results of an earlier build.
 
     Raises:
         SystemExit: Anything is not as declared; an existing stage stays as it was.
     """
     stage = BUILD / ("editable" if editable else "wheel")
-    stamp, key = stage / ".stage-key", stage_key(upstream)
-    if editable and stamp.is_file() and stamp.read_text(encoding="utf-8") == key:
+    stamp, key = stage / ".stage-key", stage_key(editable=editable)
+    right = stamp.is_file() and stamp.read_text(encoding="utf-8") == key
+    if right and not os.environ.get("LMCACHE_SDIST"):
+        shutil.rmtree(stage / "build", ignore_errors=True)
         return stage
     with tempfile.TemporaryDirectory(dir=BUILD, prefix="stage-") as folder:
         fresh = Path(folder, "lmcache")
@@ -286,6 +298,7 @@ def make_stage(upstream: Upstream, cache: Path, *, editable: bool) -> Path:
             # working directory, such as ours, hide the installed package.
             with (fresh / "setup.cfg").open("a", encoding="utf-8") as config:
                 config.write("\n[editable_wheel]\nmode = compat\n")
+        if not os.environ.get("LMCACHE_SDIST"):
             (fresh / stamp.name).write_text(key, encoding="utf-8")
         if stage.exists():
             stage.rename(Path(folder, "old"))
@@ -340,6 +353,15 @@ def build(upstream: Upstream, commands: set[str]) -> None:
             os.chdir(ROOT)
 
 
+class Sdist(sdist):
+    """``sdist`` without the egg-info, which setuptools adds after ``MANIFEST.in``."""
+
+    def make_release_tree(self, base_dir: str, files: list[str]) -> None:
+        """Lay out the files of the sdist."""
+        ours = [name for name in files if not name.startswith(f"{BUILD.name}/")]
+        super().make_release_tree(base_dir, ours)
+
+
 def describe(upstream: Upstream) -> None:
     """Run a command that is about this repository alone, such as ``sdist``."""
     # In the checkout itself an egg-info folder would look like an installed lmcache
@@ -350,6 +372,7 @@ def describe(upstream: Upstream) -> None:
         version=upstream.full_version,
         packages=[],
         py_modules=[],
+        cmdclass={"sdist": Sdist},
         options={"egg_info": {"egg_base": str(egg_base.relative_to(ROOT))}},
     )
 
