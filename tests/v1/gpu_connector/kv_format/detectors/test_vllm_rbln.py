@@ -6,8 +6,11 @@ from __future__ import annotations
 
 # Standard
 from concurrent.futures import ThreadPoolExecutor
+from importlib import util
 from typing import Any
 import gc
+import subprocess
+import sys
 
 # Third Party
 from kv_reference import LAYOUTS, Case, Layout
@@ -162,3 +165,35 @@ def test_new_caches_at_an_old_address_are_not_taken_for_the_old(
     answer(monkeypatch, 0)
     detect_format(caches(_AMBIGUOUS), EngineType.VLLM)
     assert len(vllm_rbln._known_axes) <= 2
+
+
+_ASK = """
+from types import SimpleNamespace
+from vllm.config import set_current_vllm_config
+from vllm_rbln.config import RBLNConfig
+from lmcache.v1.gpu_connector.kv_format.detectors.vllm_rbln import _ask_vllm_rbln
+
+answers = [_ask_vllm_rbln()]
+for custom in (False, True):
+    ops = {"custom_ops": [], "enabled_custom_ops": {}, "disabled_custom_ops": {}}
+    model = SimpleNamespace(
+        compilation_config=SimpleNamespace(**ops),
+        additional_config=RBLNConfig(use_custom_kernel=custom),
+        model_config=None,
+    )
+    with set_current_vllm_config(model, check_compile=False):
+        answers.append(_ask_vllm_rbln())
+answers.append(_ask_vllm_rbln())
+print("ANSWERS", answers)
+"""
+
+
+@pytest.mark.npu
+@pytest.mark.slow
+def test_vllm_rbln_answers_only_while_it_builds_a_model() -> None:
+    if util.find_spec("vllm_rbln") is None:
+        pytest.skip("vllm-rbln is not installed")
+    run = subprocess.run(
+        [sys.executable, "-c", _ASK], capture_output=True, text=True, timeout=300
+    )
+    assert "ANSWERS [None, 0, 1, None]" in run.stdout, run.stdout + run.stderr

@@ -49,7 +49,7 @@ def choose(**environment: str | None) -> tuple[str, str]:
 
 
 def _fail() -> bool:
-    raise RuntimeError("malformed RBLN_DEVICE_MAP")
+    raise RuntimeError("bad RBLN_DEVICE_MAP")
 
 
 def test_capabilities() -> None:
@@ -70,7 +70,11 @@ def test_capabilities() -> None:
         (None, False, "torch_rbln is not installed"),
         (None, True, "torch did not load torch_rbln; run `python -m torch_rbln."),
         (SimpleNamespace(is_available=lambda: False), True, "torch.rbln sees no NPU"),
-        (SimpleNamespace(is_available=_fail), True, "torch.rbln can't be used: malformed"),
+        (
+            SimpleNamespace(is_available=_fail),
+            True,
+            "torch.rbln can't be used: bad",
+        ),
     ],
 )
 def test_pinned_it_raises_and_unpinned_it_warns_once(
