@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Putting the simulated runtime where torch-rbln and vllm-rbln look for the real one."""
+"""Putting the simulated runtime where torch-rbln looks for the real one."""
 
 # Standard
 import ctypes

@@ -52,8 +52,8 @@ def diagnose() -> int:
     """Print what is simulated and check it.
 
     Returns:
-        0 if the simulator fits the installed torch-rbln and its settings are right, else
-        1.
+        0 if the simulator fits the installed torch-rbln and its settings are right,
+        else 1.
 
     Raises:
         RuntimeError: the library was not built, a setting is wrong, a real

@@ -13,7 +13,7 @@ _SYMBOL = struct.Struct("<IBBHQQ")
 
 
 class DynamicSymbols(NamedTuple):
-    """Names in the dynamic symbol table; undefined ones only where they must resolve."""
+    """Names in the dynamic symbol table; undefined ones if they must resolve."""
 
     defined: frozenset[str]
     undefined: frozenset[str]

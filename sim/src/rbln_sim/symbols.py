@@ -88,7 +88,7 @@ BEHAVIOURS: tuple[Behaviour, ...] = (
             "rbln_get_torch_device_id_from_vaddr",
         ),
         KNOWN,
-        "torch-rbln's public runtime header; the physical shape is the user's (assumed)",
+        "torch-rbln's public runtime header; the physical shape is the same (assumed)",
     ),
     Behaviour(
         ("rbln_memcpy_h2v", "rbln_memcpy_v2h", "rbln_memcpy_v2v"),
@@ -245,7 +245,9 @@ def needed() -> frozenset[str]:
     package = Path(spec.submodule_search_locations[0]).resolve()
     undefined: set[str] = set()
     defined: set[str] = set()
-    paths = {line.split(None, 5)[5] for line in mapped.stdout.splitlines() if "/" in line}
+    paths = {
+        line.split(None, 5)[5] for line in mapped.stdout.splitlines() if "/" in line
+    }
     for path in sorted(map(Path, paths)):
         if path.name == LIBRARY_NAME or not path.is_file():
             continue

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Opting in to the simulator, and being refused."""
+
+# Standard
+from collections.abc import Callable
+from pathlib import Path
+import os
+import subprocess
+import sys
+
+# Third Party
+import pytest
+
+# First Party
+from rbln_sim import activation, cli
+import rbln_sim
+
+RunPython = Callable[..., subprocess.CompletedProcess[str]]
+pytestmark = pytest.mark.sim
+
+
+def _pretend_real_runtime(folder: Path) -> None:
+    metadata = folder / "rebel_compiler-0.12.0.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text(
+        "Metadata-Version: 2.1\nName: rebel-compiler\nVersion: 0.12.0\n"
+    )
+
+
+def test_environment_leads_to_library_and_package() -> None:
+    made = rbln_sim.environment(
+        {"LD_LIBRARY_PATH": "/a:/b", "PYTHONPATH": "", "X": "1"}
+    )
+    assert made == {
+        "LD_LIBRARY_PATH": f"{activation.library_path().parent}:/a:/b",
+        "PYTHONPATH": str(activation.site_folder()),
+        "X": "1",
+    }
+    assert rbln_sim.environment(made) == made
+    assert (activation.site_folder() / "rebel" / "__init__.py").is_file()
+
+
+def test_nothing_finds_the_simulator_without_opting_in(run_python: RunPython) -> None:
+    done = run_python(
+        """
+        import rbln_sim, importlib.util, sys
+        assert importlib.util.find_spec("rebel") is None
+        assert not [name for name in sys.modules if name.startswith("torch")]
+        """,
+        LD_LIBRARY_PATH="",
+        PYTHONPATH=str(Path(rbln_sim.__file__).parents[1]),
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_activate_works_inside_the_process(run_python: RunPython) -> None:
+    done = run_python(
+        """
+        import rbln_sim
+        rbln_sim.activate()
+        import rebel, torch
+        print(torch.rbln.is_available(), torch.rbln.get_device_name(0))
+        """,
+        LD_LIBRARY_PATH="",
+        PYTHONPATH=str(Path(rbln_sim.__file__).parents[1]),
+    )
+    assert done.stdout == "True RBLN-CR03\n", done.stderr
+
+
+def test_activate_after_torch_is_refused(run_python: RunPython) -> None:
+    done = run_python(
+        "import torch, rbln_sim\nrbln_sim.activate()",
+        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
+    )
+    assert "RuntimeError: rbln_sim.activate() came too late" in done.stderr
+
+
+def test_a_wrong_setting_stops_activation_and_changes_nothing(
+    run_python: RunPython,
+) -> None:
+    done = run_python(
+        """
+        import os, rbln_sim
+        before = dict(os.environ)
+        try:
+            rbln_sim.activate()
+        except RuntimeError as error:
+            print(error, os.environ == before)
+        """,
+        RBLN_SIM_DEVICES="two",
+        LD_LIBRARY_PATH="",
+    )
+    assert done.stdout.startswith("RBLN_SIM_DEVICES='two' is not a whole number"), (
+        done.stderr
+    )
+    assert done.stdout.endswith(" True\n")
+
+
+@pytest.mark.parametrize("command", ["exec", "doctor"])
+def test_a_real_runtime_is_refused(
+    command: str, tmp_path: Path, child_environment: dict[str, str]
+) -> None:
+    _pretend_real_runtime(tmp_path)
+    environment = child_environment | {
+        "PYTHONPATH": f"{child_environment['PYTHONPATH']}{os.pathsep}{tmp_path}"
+    }
+    words = ["--", "true"] if command == "exec" else []
+    done = subprocess.run(
+        [sys.executable, "-m", "rbln_sim.cli", command, *words],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert "rebel-compiler 0.12.0 is installed" in done.stderr
+
+
+def test_exec_runs_the_command(child_environment: dict[str, str]) -> None:
+    del child_environment["LD_LIBRARY_PATH"]
+    code = "import sys, torch; torch.rbln.synchronize(); print(sys.argv); sys.exit(7)"
+    done = subprocess.run(
+        [sys.executable, "-m", "rbln_sim.cli", "exec", "--"]
+        + [sys.executable, "-c", code, "--", "-x"],
+        env=child_environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 7, done.stderr
+    assert done.stdout == "['-c', '--', '-x']\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "code"), [([], 2), (["--"], 2), (["--", "/no/such/program"], 127)]
+)
+def test_exec_says_what_is_wrong(
+    words: list[str], code: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["exec", *words]) == code
+    assert "rbln-sim exec: " in "".join(capfd.readouterr())
+
+
+def test_doctor_is_content(child_environment: dict[str, str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "rbln_sim.cli", "doctor"],
+        env=child_environment | {"RBLN_SIM_SEED": "7"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith("OK\n")
+    for text in ("RBLN_SIM_SEED=7", "\nknown:", "\nassumed:", "\nunsupported:"):
+        assert text in done.stdout
+    assert not Path(child_environment["RBLN_SIM_STATE_DIR"]).exists()
+
+
+def test_doctor_fails_on_a_wrong_setting(child_environment: dict[str, str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "rbln_sim.cli", "doctor"],
+        env=child_environment | {"RBLN_SIM_FAULTS": "copy:1:fail"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert "RBLN_SIM_FAULTS is not supported by this version" in done.stderr

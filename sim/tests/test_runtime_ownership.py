@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who owns an NPU, and when it is opened."""
+
+# Standard
+from collections.abc import Callable, Iterator
+from pathlib import Path
+import json
+import subprocess
+import sys
+import textwrap
+
+# Third Party
+import pytest
+
+RunPython = Callable[..., subprocess.CompletedProcess[str]]
+pytestmark = pytest.mark.sim
+USE = "import torch; torch.rbln.synchronize(); print('used')"
+
+
+@pytest.fixture
+def holder(child_environment: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
+    """A process that holds the machine's NPUs until it is killed."""
+    code = """
+        import sys, torch
+        torch.rbln.synchronize()
+        print("holding", flush=True)
+        sys.stdin.read()
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env=child_environment | {"RBLN_SIM_DEVICES": "2"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "holding\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_a_held_npu_counts_but_cannot_be_used(
+    holder: subprocess.Popen[str], run_python: RunPython
+) -> None:
+    done = run_python(
+        """
+        import torch
+        print(torch.rbln.is_available(), torch.rbln.device_count(),
+              torch.rbln.get_device_name(1))
+        try:
+            torch.empty(4, device="rbln")
+        except RuntimeError as error:
+            print(str(error).splitlines()[0])
+        """,
+        RBLN_SIM_DEVICES="2",
+    )
+    lines = done.stdout.splitlines()
+    assert lines[0] == "True 2 RBLN-CR03"
+    assert "rbln_register_device_id failed for rbln:0" in lines[-1]
+    assert f"NPU 0 is held by pid {holder.pid} ({sys.executable} -c" in done.stderr
+
+
+def test_an_npu_is_free_when_its_holder_is_killed(
+    holder: subprocess.Popen[str], run_python: RunPython
+) -> None:
+    assert run_python(USE).returncode != 0
+    holder.kill()
+    holder.wait()
+    assert run_python(USE).stdout == "used\n"
+
+
+def test_visible_devices_choose_what_is_opened(
+    run_python: RunPython, tmp_path: Path
+) -> None:
+    log = tmp_path / "opens"
+    for visible in ("1", "2,0"):
+        done = run_python(
+            USE,
+            RBLN_SIM_DEVICES="3",
+            RBLN_VISIBLE_DEVICES=visible,
+            RBLN_SIM_OPEN_LOG=str(log),
+        )
+        assert done.stdout == "used\n", done.stderr
+    opens = [json.loads(line) for line in log.read_text().splitlines()]
+    assert sorted(entry["npu"] for entry in opens[:1]) == [1]
+    assert sorted(entry["npu"] for entry in opens[1:]) == [0, 2]
+    assert opens[1]["pid"] == opens[2]["pid"] != opens[0]["pid"]
+    assert opens[0]["time"] <= opens[1]["time"]
+    assert "torch.rbln.synchronize()" in opens[0]["argv"]
+
+
+def test_looking_opens_nothing_and_using_opens(
+    run_python: RunPython, tmp_path: Path
+) -> None:
+    log = tmp_path / "opens"
+    done = run_python(
+        """
+        import os, torch
+        assert torch.rbln.is_available()
+        assert torch.rbln.device_count() == torch.rbln.physical_device_count() == 1
+        torch.rbln.get_device_properties(0)
+        assert torch.rbln.memory_stats() == {}
+        torch.manual_seed(0)
+        torch.empty(4, pin_memory=True)
+        assert not os.path.exists(os.environ["RBLN_SIM_OPEN_LOG"])
+        uses = (
+            torch.rbln.synchronize,
+            lambda: torch.empty(4, device="rbln"),
+            torch.rbln.Stream,
+            lambda: torch.rbln.Event().record(),
+            torch.rbln.mem_get_info,
+        )
+        for use in uses:
+            child = os.fork()
+            if child == 0:
+                use()
+                os._exit(0)
+            assert os.waitpid(child, 0)[1] == 0
+        """,
+        RBLN_SIM_OPEN_LOG=str(log),
+    )
+    assert done.returncode == 0, done.stderr
+    opens = [json.loads(line)["pid"] for line in log.read_text().splitlines()]
+    assert len(opens) == len(set(opens)) == 5
+
+
+def test_a_fork_of_an_owner_cannot_use_the_npu(run_python: RunPython) -> None:
+    done = run_python(
+        """
+        import os, torch
+        tensor = torch.arange(4).to("rbln")
+        child = os.fork()
+        if child == 0:
+            try:
+                tensor.cpu()
+            except RuntimeError:
+                os._exit(3)
+            os._exit(0)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), tensor.cpu().tolist())
+        """
+    )
+    assert done.stdout == "3 [0, 1, 2, 3]\n", done.stderr
+    assert "rbln_memcpy_v2h: this process was forked from process" in done.stderr
+
+
+def test_a_fork_before_the_first_use_can(run_python: RunPython) -> None:
+    done = run_python(
+        """
+        import os, torch
+        assert torch.rbln.is_available()
+        child = os.fork()
+        if child == 0:
+            ok = torch.arange(4).to("rbln").cpu().tolist() == [0, 1, 2, 3]
+            os._exit(0 if ok else 1)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        """
+    )
+    assert done.stdout == "0\n", done.stderr
+
+
+def test_a_wrong_choice_of_devices_is_named(run_python: RunPython) -> None:
+    done = run_python(
+        """
+        import torch
+        print(torch.rbln.is_available(), torch.rbln.device_count())
+        torch.empty(4, device="rbln")
+        """,
+        RBLN_VISIBLE_DEVICES="7",
+    )
+    assert done.stdout.splitlines()[-1] == "False 0"
+    assert done.returncode != 0
+    assert "RBLN_VISIBLE_DEVICES='7': '7' is not one of the 1 NPU(s)" in done.stderr

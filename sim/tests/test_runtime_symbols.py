@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The simulated library exports what torch-rbln needs, and says how true each is."""
+
+# Standard
+from pathlib import Path
+import re
+
+# Third Party
+import pytest
+
+# First Party
+from rbln_sim import symbols
+from rbln_sim.activation import library_path
+from rbln_sim.doctor import symbol_problems
+from rbln_sim.elf import dynamic_symbols
+
+pytestmark = pytest.mark.sim
+README = Path(symbols.__file__).parents[2] / "README.md"
+CONTROL = {"rbln_sim_check", "rbln_sim_device_view", "rbln_sim_graph_begin"}
+
+
+@pytest.fixture(scope="module")
+def needed() -> frozenset[str]:
+    return symbols.needed()
+
+
+def test_exports_are_exactly_what_is_needed(needed: frozenset[str]) -> None:
+    assert len(needed) > 90
+    assert symbols.exported() == needed | symbols.LOOKED_UP | CONTROL
+
+
+def test_every_needed_symbol_is_in_the_table(needed: frozenset[str]) -> None:
+    assert symbol_problems(symbols.exported(), needed) == []
+    used = {symbols.behaviour_of(name) for name in needed | symbols.LOOKED_UP}
+    assert used == set(symbols.BEHAVIOURS)
+
+
+def test_problems_are_named() -> None:
+    exported = (
+        frozenset({"rbln_new", "rbln_free", "rbln_sim_check"}) | symbols.LOOKED_UP
+    )
+    assert symbol_problems(exported, frozenset({"rbln_free", "rbln_rt_run"})) == [
+        "missing: rbln_rt_run",
+        "not needed: rbln_new",
+        "not in the table of behaviours: rbln_new",
+    ]
+    assert symbol_problems(frozenset(), frozenset()) == [
+        "looked up by torch-rbln, but not exported: rbln_abi_current",
+        "looked up by torch-rbln, but not exported: rbln_abi_min_supported",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("mangled", "name"),
+    [
+        ("rbln_rt_run", "rbln_rt_run"),
+        ("_ZN4rbln9rbln_freeEm", "rbln_free"),
+        ("_ZN4rbln4RcclC1Ev", "Rccl"),
+        ("_ZN4rbln4RcclD1Ev", "~Rccl"),
+        ("_ZN4rbln4Rccl4InitEiiiRKSt6vectorIiSaIiEEi", "Init"),
+        ("_ZNK4rbln11MemoryStats14GetMemoryStatsB5cxx11Ev", "GetMemoryStats"),
+        ("_Z21rbln_get_memory_statsi", "rbln_get_memory_stats"),
+    ],
+)
+def test_base_names(mangled: str, name: str) -> None:
+    assert symbols.base_name(mangled) == name
+
+
+def test_dynamic_symbols_of_the_library() -> None:
+    found = dynamic_symbols(library_path())
+    assert "rbln_abi_current" in found.defined
+    assert "mmap" in found.undefined
+    assert not found.defined & found.undefined
+
+
+def test_other_files_have_no_dynamic_symbols(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_text("no library")
+    with pytest.raises(ValueError, match="is not a 64-bit little-endian ELF file"):
+        dynamic_symbols(text)
+
+
+def test_readme_has_the_table() -> None:
+    rows = re.findall(r"^\| (`.+`) \| (\w+) \| (.+) \|$", README.read_text(), re.M)
+    assert rows == [
+        (", ".join(f"`{name}`" for name in entry.names), entry.status, entry.note)
+        for entry in symbols.BEHAVIOURS
+    ]
