@@ -2,10 +2,6 @@
 """The ``rbln`` backend: graphs on the host over the simulated device's memory."""
 
 # Standard
-import os
-import subprocess
-import sys
-import textwrap
 import threading
 from types import SimpleNamespace
 
@@ -18,9 +14,6 @@ pytest.importorskip("rebel._device", reason="tests the simulator itself")
 # Third Party
 from rebel._device import host_alias
 from rebel.core.torch_compile import rbln_backend
-
-# First Party
-import rbln_sim
 
 pytestmark = pytest.mark.sim
 
@@ -268,17 +261,8 @@ print("in order")
 
 
 @pytest.mark.parametrize("seed", ["1", "2"])
-def test_a_graph_runs_behind_queued_copies(seed, tmp_path):
-    # NPUs of its own: this process holds those it sees.
-    settings = {"RBLN_SIM_DEFERRED": "1", "RBLN_SIM_SEED": seed}
-    settings["RBLN_SIM_STATE_DIR"] = str(tmp_path)
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(_DEFERRED)],
-        env=rbln_sim.environment({**os.environ, **settings}),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+def test_a_graph_runs_behind_queued_copies(seed, run_python):
+    result = run_python(_DEFERRED, RBLN_SIM_DEFERRED="1", RBLN_SIM_SEED=seed)
     assert result.stdout.endswith("in order\n"), result.stderr
 
 
@@ -350,6 +334,13 @@ def test_options_that_are_not_simulated_are_refused(options, message):
     with pytest.raises(Exception, match=message) as error:
         on_npu(lambda x: x + 1, **options)(torch.zeros(2).to("rbln:0"))
     assert "not supported by the simulated NPU" in str(error.value)
+
+
+def test_a_kv_cache_without_memory_is_refused():
+    # What vllm-rbln hands over when its device tensors are switched off.
+    run = on_npu(lambda x, kv: kv.add_(x))
+    with pytest.raises(NotImplementedError, match="VLLM_RBLN_USE_DEVICE_TENSOR=1"):
+        run(torch.zeros(2, device="meta"), torch.zeros(2, device="meta"))
 
 
 def test_custom_kernels_are_replaced_in_the_graph():

@@ -12,6 +12,8 @@ pytest.importorskip("rebel._device", reason="tests the simulator itself")
 
 pytestmark = pytest.mark.sim
 
+DEVICES = [f"rbln:{index}" for index in range(torch.rbln.device_count())]
+
 
 @pytest.fixture(autouse=True)
 def fresh_dynamo():
@@ -25,25 +27,26 @@ def step(cache, row, block):
     return cache[1] * 2
 
 
-def cache_of(blocks: int) -> torch.Tensor:
-    cache = torch.zeros(blocks, 2, 8).to("rbln:0")
+def cache_of(blocks: int, device: str = "rbln:0") -> torch.Tensor:
+    cache = torch.zeros(blocks, 2, 8).to(device)
     torch._dynamo.mark_dynamic(cache, 0)
     return cache
 
 
 def run(compiled, cache, block):
-    row = torch.full((1, 2, 8), float(block)).to("rbln:0")
+    row = torch.full((1, 2, 8), float(block)).to(cache.device)
     with torch.no_grad():
-        return compiled(cache, row, torch.tensor([block]).to("rbln:0"))
+        return compiled(cache, row, torch.tensor([block]).to(cache.device))
 
 
-def test_a_program_tells_where_its_dynamic_input_lies():
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_program_tells_where_its_dynamic_input_lies(device):
     with torch.rbln.capture_programs() as programs:
         compiled = torch.compile(step, backend="rbln", dynamic=False)
-        run(compiled, cache_of(4), 1)
+        run(compiled, cache_of(4, device), 1)
     (program,) = programs
     assert program.name == "0/0"
-    assert program.device == torch.device("rbln:0")
+    assert program.device == torch.device(device)
     dynamic = [s for s in program.input_specs if s.physical_placement is not None]
     (cache,) = dynamic
     assert cache.shape == (4, 2, 8)
@@ -56,6 +59,9 @@ def test_a_program_tells_where_its_dynamic_input_lies():
     pieces = {(s.node_id, s.chiplet_id): s.slice_shape for s in placement.shards}
     piece = (("symbol", symbol), 2, 2)
     assert pieces == {(0, chiplet): piece for chiplet in range(4)}
+    # Where the driver reports memory under the same names.
+    free = torch.rbln.mem_get_info_per_chiplet(program.device)
+    assert all(f"npu.{node}.chiplet.{chip}.total" in free for node, chip in pieces)
     (output,) = program.output_specs
     assert (output.shape, output.dtype) == ((2, 8), "float32")
 

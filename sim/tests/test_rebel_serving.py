@@ -3,7 +3,6 @@
 
 # Standard
 import json
-import os
 import subprocess
 import sys
 import textwrap
@@ -13,9 +12,6 @@ from pathlib import Path
 # Third Party
 import pytest
 import torch
-
-# First Party
-import rbln_sim
 
 pytestmark = [
     pytest.mark.sim,
@@ -92,7 +88,7 @@ def make_model(kind: str, folder: Path) -> Path:
     ],
 )
 def test_greedy_tokens_are_those_of_transformers(
-    kind, dtype, custom_kernel, eager, dynamic, tmp_path
+    kind, dtype, custom_kernel, eager, dynamic, tmp_path, child_environment
 ):
     model = make_model(kind, tmp_path)
     work = {
@@ -109,8 +105,6 @@ def test_greedy_tokens_are_those_of_transformers(
     (tmp_path / "work.json").write_text(json.dumps(work))
     settings = {
         "RBLN_USE_CUSTOM_KERNEL": custom_kernel,
-        # NPUs of its own: this process holds those it sees.
-        "RBLN_SIM_STATE_DIR": str(tmp_path),
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
         "TORCH_RBLN_DISABLE_FALLBACK": "compile_error",
@@ -119,7 +113,7 @@ def test_greedy_tokens_are_those_of_transformers(
     result = subprocess.run(
         [sys.executable, "serve.py", "work.json", "result.json"],
         cwd=tmp_path,
-        env=rbln_sim.environment({**os.environ, **settings}),
+        env=child_environment | settings,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .._device import graph_begin, host_alias, on_device, to_device
+from .._unsupported import not_simulated
 from ._graph import HostGraph
 
 
@@ -38,6 +39,11 @@ class Runtime:
                 alias = host_alias(value)
                 by_address[alias.untyped_storage().data_ptr()] = value
                 value = alias
+            elif isinstance(value, torch.Tensor) and value.is_meta:
+                raise not_simulated(
+                    f"a graph over a meta tensor of shape {tuple(value.shape)}",
+                    "set VLLM_RBLN_USE_DEVICE_TENSOR=1",
+                )
             bound.append(value)
         return bound, by_address
 

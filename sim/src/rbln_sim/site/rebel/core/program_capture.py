@@ -29,6 +29,8 @@ __all__ = [
 
 # RBLN-CR03; the simulator's device memory is spread evenly over them.
 _CHIPLETS = 4
+# A node is an NPU of the same torch device, and a simulated device has one.
+_NODE = 0
 
 # An integer, or ("symbol", name) for a dimension known only at run time.
 Dim = int | tuple[str, str]
@@ -36,7 +38,7 @@ Dim = int | tuple[str, str]
 
 @dataclass(frozen=True)
 class ShardPlacement:
-    """A slice of a tensor on one chiplet of one NPU."""
+    """A slice of a tensor on one chiplet of one of the device's NPUs."""
 
     node_id: int
     chiplet_id: int
@@ -128,9 +130,8 @@ def _placement(tensor: torch.Tensor) -> PhysicalPlacement | None:
             f"the last dimension of a tensor with a dynamic dimension must be a "
             f"multiple of {_CHIPLETS} (chiplets), got the shape {shape}"
         )
-    node = tensor.device.index or 0
     piece = (*shape[:-1], last // _CHIPLETS)
-    shards = tuple(ShardPlacement(node, chip, piece) for chip in range(_CHIPLETS))
+    shards = tuple(ShardPlacement(_NODE, chip, piece) for chip in range(_CHIPLETS))
     return PhysicalPlacement(shape, _dtype(tensor), shards)
 
 
