@@ -290,7 +290,7 @@ def make_stage(upstream: Upstream, cache: Path, *, editable: bool) -> Path:
         unpack(upstream, fresh, cache)
         check_collisions(upstream, ROOT, fresh)
         lay_over(upstream, ROOT, fresh, link=editable)
-        apply_edits(upstream, fresh)
+        apply_edits(upstream, ROOT, fresh)
         change_requirements(upstream, fresh)
         write_torch_record(fresh)
         if editable:

@@ -184,11 +184,12 @@ def lay_over(upstream: Upstream, root: Path, stage: Path, *, link: bool) -> None
             shutil.copy2(root / name, target)
 
 
-def apply_edits(upstream: Upstream, stage: Path) -> None:
+def apply_edits(upstream: Upstream, root: Path, stage: Path) -> None:
     """Make the declared changes of a few words in LMCache's own files.
 
     Args:
         upstream: The declarations.
+        root: This repository.
         stage: LMCache with our files laid over it.
 
     Raises:
@@ -197,7 +198,7 @@ def apply_edits(upstream: Upstream, stage: Path) -> None:
     """
     for edit in upstream.edits:
         path = stage / edit["path"]
-        if path.is_symlink() or any(is_below(edit["path"], f) for f in upstream.owned):
+        if (root / edit["path"]).exists():
             raise fail(
                 "only files of LMCache edited",
                 f"{edit['path']}, which is ours",

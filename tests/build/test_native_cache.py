@@ -107,7 +107,7 @@ def test_a_changed_header_reaches_the_compiler(
 ) -> None:
     # Also shows that the decoy would be noticed where the next test expects none.
     header = checkout.root / "csrc" / "added_by_a_test.h"
-    header.parent.mkdir()
+    header.parent.mkdir(exist_ok=True)
     header.write_text("// changes what every extension can see\n", encoding="utf-8")
     done = checkout.setup("bdist_wheel", CXX=str(decoy_compiler(tmp_path)))
 

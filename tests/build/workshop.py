@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CACHE = ROOT / "build" / "cache"
 COPIED = (
     ".buildkite",
+    "csrc",
     "docs",
     "examples",
     "lmcache",
