@@ -63,9 +63,10 @@ BUILD_COMMANDS = {
     "editable_wheel",
     "install",
 }
-# LMCache generates its gRPC code during the build. Code from this release runs with
-# every protobuf from 6.31.1 on; a newer one would silently raise that floor.
-GRPC_TOOLS = "1.78.0"
+# What LMCache's build needs beside torch and setuptools. It generates gRPC code: code
+# from this release of the generator runs with every protobuf from 6.31.1 on, a newer one
+# would silently raise that floor. Without setuptools_scm the version would be 0.0.0.
+TOOLS = {"grpcio-tools": "1.78.0", "setuptools-scm": ""}
 TORCH_RECORD = "lmcache/v1/platform/devices/rbln/built_with.py"
 
 
@@ -110,11 +111,11 @@ def check_profile(environ: os._Environ[str] | dict[str, str]) -> None:
 
 
 def check_tools() -> None:
-    """Refuse a build environment that lacks torch or the code generator.
+    """Refuse a build environment that lacks torch or one of the other tools.
 
     Raises:
-        SystemExit: torch is missing, as in every isolated build, or grpcio-tools is
-            missing or another release.
+        SystemExit: torch is missing, as in every isolated build, or a tool is missing
+            or not the release wanted.
     """
     if importlib.util.find_spec("torch") is None:
         raise fail(
@@ -123,16 +124,17 @@ def check_tools() -> None:
             "install torch first and pass --no-build-isolation to pip "
             "(--no-isolation to python -m build)",
         )
-    try:
-        found = importlib.metadata.version("grpcio-tools")
-    except importlib.metadata.PackageNotFoundError:
-        found = "none"
-    if found != GRPC_TOOLS:
-        raise fail(
-            f"grpcio-tools {GRPC_TOOLS} in the environment of the build",
-            found,
-            f"pip install --no-deps grpcio-tools=={GRPC_TOOLS}",
-        )
+    for name, wanted in TOOLS.items():
+        try:
+            found = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found = "none"
+        if found != wanted and (wanted or found == "none"):
+            raise fail(
+                f"{name} {wanted}".strip() + " in the environment of the build",
+                found,
+                f"pip install --no-deps {name}{wanted and '=='}{wanted}",
+            )
 
 
 # ---- fetching LMCache ---------------------------------------------------------------
