@@ -85,14 +85,19 @@ def attend(
     Returns:
         ``[H, G, L, DV]`` in the queries' dtype. A query that sees no key gets 0.
     """
-    scores = torch.matmul(queries.double(), keys[:, None].transpose(-1, -2)) * scale
-    scores = scores.masked_fill(~visible, float("-inf"))
+    heads, groups, length, size = queries.shape
     total = keys.shape[1]
+    # A KV head's query heads as rows of one product; a broadcast would copy keys.
+    rows = (queries.double() * scale).reshape(heads, groups * length, size)
+    scores = torch.bmm(rows, keys.transpose(1, 2)).view(heads, groups, length, total)
+    scores.masked_fill_(~visible, float("-inf"))
     if sinks is not None:
-        heads, groups, length, _ = scores.shape
         extra = sinks.double().reshape(heads, groups, 1, -1)
         scores = torch.cat([scores, extra.expand(-1, -1, length, -1)], dim=-1)
     weights = torch.softmax(scores, dim=-1)[..., :total]
     # Without any key the softmax is 0/0; keys that are NaN must stay NaN, though.
-    weights = weights.masked_fill(~visible.any(dim=-1, keepdim=True), 0.0)
-    return torch.matmul(weights, values[:, None]).to(queries.dtype)
+    blind = ~visible.any(dim=-1, keepdim=True)
+    if blind.any():
+        weights = weights.masked_fill(blind, 0.0)
+    out = torch.bmm(weights.reshape(heads, groups * length, total), values)
+    return out.view(heads, groups, length, -1).to(queries.dtype)
