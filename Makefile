@@ -6,7 +6,8 @@
 #   make wheel   build the wheel and the sdist into dist/
 #   make clean   remove what builds made; .venv stays (make distclean removes it too)
 
-PYTHON ?= python3.11
+# 3.11 is what the pinned packages were resolved for.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
@@ -25,6 +26,8 @@ demo: setup
 
 test: setup
 	$(MAKE) -C sim test
+	RBLN_SIM_DEFERRED=1 $(BIN)/python -m pytest tests --runtime sim -m deferred \
+	    $(PYTEST_ARGS)
 	$(BIN)/python -m pytest $(TESTS) $(PYTEST_ARGS)
 
 lint: setup
@@ -37,7 +40,9 @@ wheel: setup
 	$(BIN)/python -m build --no-isolation --outdir dist .
 
 clean:
-	rm -rf build/wheel build/egg-info build/stage-* dist .pytest_cache .mypy_cache .ruff_cache
+	$(MAKE) -C sim clean
+	rm -rf build/wheel build/egg-info build/stage-* dist
+	rm -rf .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
 distclean: clean
 	rm -rf .venv build

@@ -170,15 +170,15 @@ def check_machine() -> None:
 
 def make_venv() -> None:
     """Make ``.venv`` afresh, with the pip of the host if Python brings none."""
-    command = [sys.executable, "-m", "venv"]
+    # Not .venv's own interpreter, should that be the active one.
+    host = getattr(sys, "_base_executable", sys.executable)
+    command = [host, "-m", "venv"]
     full = subprocess.run(
         [*command, "--clear", str(VENV)], capture_output=True, check=False
     )
     if full.returncode != 0:  # Debian leaves ensurepip out of python3.11
         subprocess.run([*command, "--clear", "--without-pip", str(VENV)], check=True)
-        execute(
-            [sys.executable, "-m", "pip", "--python", str(PYTHON), "install", "pip"]
-        )
+        execute([host, "-m", "pip", "--python", str(PYTHON), "install", "pip"])
 
 
 def install(name: str) -> None:
