@@ -136,7 +136,9 @@ BATCHES = pytest.mark.parametrize(
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("groups", [1, 3])
 @BATCHES
-def test_flash_causal(starts, length, groups, dtype, device):
+def test_flash_causal(
+    starts: list[int], length: int, groups: int, dtype: torch.dtype, device: str
+) -> None:
     case = make_case(starts, length, groups, dtype)
     prefill = len(starts) == 1
     op = getattr(
@@ -154,7 +156,9 @@ def test_flash_causal(starts, length, groups, dtype, device):
 
 @pytest.mark.parametrize("groups", [1, 4])
 @BATCHES
-def test_custom_kernel_is_the_same_over_a_kv_first_cache(starts, length, groups):
+def test_custom_kernel_is_the_same_over_a_kv_first_cache(
+    starts: list[int], length: int, groups: int
+) -> None:
     case = make_case(starts, length, groups, torch.float16)
     phase = "prefill" if len(starts) == 1 else "decode"
     scale = torch.tensor(0.25)
@@ -165,7 +169,7 @@ def test_custom_kernel_is_the_same_over_a_kv_first_cache(starts, length, groups)
     check(case, out, kv.transpose(0, 1), dense_attention(case, 0.25))
 
 
-def test_two_blocks_leave_no_doubt_about_the_layout():
+def test_two_blocks_leave_no_doubt_about_the_layout() -> None:
     # [2, 2, ...]: only the operator says which dimension is which.
     case = make_case([0], 8, 1, torch.float16)
     case.tables = torch.tensor([[1, 0]], dtype=torch.int32)
@@ -183,7 +187,9 @@ def test_two_blocks_leave_no_doubt_about_the_layout():
 
 
 @BATCHES
-def test_causal_over_one_block_takes_arguments_in_its_own_order(starts, length):
+def test_causal_over_one_block_takes_arguments_in_its_own_order(
+    starts: list[int], length: int
+) -> None:
     case = make_case(starts, length, 2, torch.float16)
     phase = "prefill" if len(starts) == 1 else "decode"
     scale = torch.tensor(0.2)
@@ -196,7 +202,7 @@ def test_causal_over_one_block_takes_arguments_in_its_own_order(starts, length):
 
 @pytest.mark.parametrize("name", ["attention_naive", "flash_attention_naive"])
 @BATCHES
-def test_mask_replaces_causality(name, starts, length):
+def test_mask_replaces_causality(name: str, starts: list[int], length: int) -> None:
     case = make_case(starts, length, 2, torch.float16)
     gen = torch.Generator().manual_seed(1)
     width = case.tables.shape[1] * BLOCK
@@ -214,7 +220,7 @@ def test_mask_replaces_causality(name, starts, length):
     check(case, out, kv, dense_attention(case, 0.3, mask))
 
 
-def test_a_query_that_sees_nothing_gets_zeros():
+def test_a_query_that_sees_nothing_gets_zeros() -> None:
     case = make_case([3], 2, 1, torch.float16)
     mask = torch.zeros(1, 1, 1, 2, case.tables.shape[1] * BLOCK)
     scale = torch.tensor(1.0)
@@ -225,7 +231,7 @@ def test_a_query_that_sees_nothing_gets_zeros():
     assert torch.equal(out, torch.zeros_like(out))
 
 
-def test_sinks_take_probability_from_every_key():
+def test_sinks_take_probability_from_every_key() -> None:
     # Equal scores: each of T keys gets 1 / (T + exp(sink - score)).
     case = make_case([2], 1, 2, torch.float32)
     case.q.zero_()
@@ -241,7 +247,7 @@ def test_sinks_take_probability_from_every_key():
     torch.testing.assert_close(out, want, rtol=1e-6, atol=1e-6)
 
 
-def test_a_padded_tail_that_overruns_the_table_is_dropped():
+def test_a_padded_tail_that_overruns_the_table_is_dropped() -> None:
     case = make_case([12], 4, 1, torch.float16)
     case.tables = case.tables[:, :2]
     padding = torch.full((1, HEADS, 1, 5, SIZE), 9.0, dtype=torch.float16)
@@ -256,7 +262,9 @@ def test_a_padded_tail_that_overruns_the_table_is_dropped():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_results_do_not_depend_on_the_batch_or_on_how_a_prompt_is_cut(dtype):
+def test_results_do_not_depend_on_the_batch_or_on_how_a_prompt_is_cut(
+    dtype: torch.dtype,
+) -> None:
     case = make_case([0, 21, 40], 1, 2, dtype)
     scale = torch.tensor(SIZE**-0.5)
     decode = OPS.flash_causal_attention_naive_decode
@@ -298,7 +306,7 @@ def make_mla(starts: list[int], length: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("device", ["cpu", "rbln:0"])
 @BATCHES
-def test_mla(starts, length, device):
+def test_mla(starts: list[int], length: int, device: str) -> None:
     case = make_mla(starts, length)
     cache, rows, tables = case["cache"], case["rows"], case["tables"]
     want_cache = cache.clone()
@@ -344,7 +352,9 @@ def test_mla(starts, length, device):
         ({"q": torch.zeros(1, 2, 1, 5, 16).half()}, "q must be"),
     ],
 )
-def test_bad_input_is_refused_before_a_byte_is_written(change, message):
+def test_bad_input_is_refused_before_a_byte_is_written(
+    change: dict[str, torch.Tensor], message: str
+) -> None:
     case = make_case([0], 5, 1, torch.float16)
     scale = torch.tensor(1.0)
     named = {"q": case.q, "k": case.new(0), "v": case.new(1), "kv": case.kv.clone()}
@@ -359,7 +369,7 @@ def test_bad_input_is_refused_before_a_byte_is_written(change, message):
     assert torch.equal(named["kv"].view(torch.uint8), before.view(torch.uint8))
 
 
-def test_what_is_not_simulated_says_so_by_name():
+def test_what_is_not_simulated_says_so_by_name() -> None:
     case = make_case([0], 1, 1, torch.float16)
     scale, idx = torch.tensor(1.0), case.seq_idx()
     qkv = (case.q, case.new(0), case.new(1), case.kv)

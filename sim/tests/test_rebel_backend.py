@@ -2,8 +2,11 @@
 """The ``rbln`` backend: graphs on the host over the simulated device's memory."""
 
 # Standard
+import subprocess
 import threading
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from typing import Any
 
 # Third Party
 import pytest
@@ -17,12 +20,13 @@ from rebel.core.torch_compile import rbln_backend
 
 pytestmark = pytest.mark.sim
 
+RunPython = Callable[..., subprocess.CompletedProcess[str]]
 DEVICES = [f"rbln:{index}" for index in range(torch.rbln.device_count())]
 
 
-def on_npu(function, **options):
+def on_npu(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     # A backend of another name than torch-rbln wraps: no fallback hides an error.
-    def simulated(graph, inputs, **kwargs):
+    def simulated(graph: Any, inputs: Any, **kwargs: Any) -> Any:
         return rbln_backend(graph, inputs, **kwargs)
 
     return torch.compile(
@@ -31,7 +35,7 @@ def on_npu(function, **options):
 
 
 @pytest.fixture(autouse=True)
-def fresh_dynamo():
+def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -47,7 +51,9 @@ def bound(tensor: torch.Tensor, device: str = "rbln:0") -> torch.Tensor:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_result_is_the_hosts_and_lies_on_the_inputs_device(dtype, device):
+def test_result_is_the_hosts_and_lies_on_the_inputs_device(
+    dtype: torch.dtype, device: str
+) -> None:
     x, w = torch.randn(5, 64, dtype=dtype), torch.randn(32, 64, dtype=dtype)
     function = on_npu(lambda x, w: torch.nn.functional.linear(x, w).relu())
     out = function(x.to(device), w.to(device))
@@ -57,11 +63,13 @@ def test_result_is_the_hosts_and_lies_on_the_inputs_device(dtype, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_writes_into_an_input_land_in_device_memory(device):
+def test_writes_into_an_input_land_in_device_memory(device: str) -> None:
     cache = bound(torch.arange(24.0).reshape(4, 6), device)
     address = cache.data_ptr()
 
-    def write(cache, row, index):
+    def write(
+        cache: torch.Tensor, row: torch.Tensor, index: torch.Tensor
+    ) -> torch.Tensor:
         cache[1] = row
         cache.index_copy_(0, index, row.unsqueeze(0) * 2)
         return cache.sum(0)
@@ -75,11 +83,11 @@ def test_writes_into_an_input_land_in_device_memory(device):
     assert torch.equal(out.cpu(), want.sum(0))
 
 
-def test_strided_and_offset_views_are_seen_as_they_are():
+def test_strided_and_offset_views_are_seen_as_they_are() -> None:
     base = torch.arange(60.0).reshape(5, 12)
     device = bound(base)
 
-    def write(view):
+    def write(view: torch.Tensor) -> torch.Tensor:
         view.add_(100)
         return view.clone()
 
@@ -89,7 +97,7 @@ def test_strided_and_offset_views_are_seen_as_they_are():
     assert torch.equal(device.cpu(), base)
 
 
-def test_an_output_that_is_a_view_of_an_input_stays_one():
+def test_an_output_that_is_a_view_of_an_input_stays_one() -> None:
     device = bound(torch.zeros(4, 3))
     same, view, fresh = on_npu(lambda x: (x, x[1:3].t(), x + 1))(device)
     device.fill_(7)
@@ -98,10 +106,10 @@ def test_an_output_that_is_a_view_of_an_input_stays_one():
     assert torch.equal(fresh.cpu(), torch.ones(4, 3))
 
 
-def test_a_copy_to_the_host_is_a_copy():
+def test_a_copy_to_the_host_is_a_copy() -> None:
     device = bound(torch.zeros(3))
 
-    def copy_then_write(x):
+    def copy_then_write(x: torch.Tensor) -> torch.Tensor:
         before = x.cpu()
         x.add_(1)
         return before
@@ -112,8 +120,8 @@ def test_a_copy_to_the_host_is_a_copy():
     assert torch.equal(device.cpu(), torch.ones(3))
 
 
-def test_constants_and_creation_on_the_device():
-    def create(x):
+def test_constants_and_creation_on_the_device() -> None:
+    def create(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         ramp = torch.arange(4, device=x.device, dtype=x.dtype)
         return ramp + torch.ones(4, device="rbln:0"), torch.zeros(2, device=x.device)
 
@@ -123,15 +131,16 @@ def test_constants_and_creation_on_the_device():
     assert torch.equal(zeros.cpu(), torch.zeros(2))
 
 
-def test_weights_and_buffers_are_read_anew_on_every_run():
+def test_weights_and_buffers_are_read_anew_on_every_run() -> None:
     class Model(torch.nn.Module):
-        def __init__(self):
+        def __init__(self) -> None:
             super().__init__()
             self.first = torch.nn.Linear(4, 4, bias=False)
             self.gain = torch.nn.Parameter(torch.tensor(2.0))
+            self.seen: torch.Tensor
             self.register_buffer("seen", torch.zeros(4))
 
-        def forward(self, x):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = self.first(x) * self.gain
             self.seen.add_(y.sum(0))
             return y
@@ -148,11 +157,11 @@ def test_weights_and_buffers_are_read_anew_on_every_run():
     torch.testing.assert_close(model.seen.cpu(), (x * 8).sum(0))
 
 
-def test_two_devices_in_one_graph():
+def test_two_devices_in_one_graph() -> None:
     if len(DEVICES) < 2:
         pytest.skip("one NPU only")
 
-    def move(a, b):
+    def move(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         b.add_(a.to(b.device))
         return a * 2, b * 3
 
@@ -165,7 +174,7 @@ def test_two_devices_in_one_graph():
     assert torch.equal(on_second.cpu(), a + b)
 
 
-def test_no_device_copy_hides_in_a_run():
+def test_no_device_copy_hides_in_a_run() -> None:
     cache, x = bound(torch.zeros(64, 64)), bound(torch.ones(64, 64))
     step = on_npu(lambda c, x: c.add_(x))
     step(cache, x)
@@ -185,7 +194,7 @@ def test_no_device_copy_hides_in_a_run():
     assert torch.equal(cache.cpu(), torch.full((64, 64), 6.0))
 
 
-def test_inference_mode_on_the_outside():
+def test_inference_mode_on_the_outside() -> None:
     cache = bound(torch.zeros(4))
     step = on_npu(lambda c: c.add_(1))
     with torch.inference_mode():
@@ -196,7 +205,7 @@ def test_inference_mode_on_the_outside():
     assert torch.equal(cache.cpu(), torch.full((4,), 3.0))
 
 
-def test_eight_threads_each_on_its_own_stream():
+def test_eight_threads_each_on_its_own_stream() -> None:
     step = on_npu(lambda c, x: (c.add_(x), c * 2)[1])
     with torch.no_grad():
         step(bound(torch.zeros(16, 16)), bound(torch.zeros(16, 16)))
@@ -261,17 +270,17 @@ print("in order")
 
 
 @pytest.mark.parametrize("seed", ["1", "2"])
-def test_a_graph_runs_behind_queued_copies(seed, run_python):
+def test_a_graph_runs_behind_queued_copies(seed: str, run_python: RunPython) -> None:
     result = run_python(_DEFERRED, RBLN_SIM_DEFERRED="1", RBLN_SIM_SEED=seed)
     assert result.stdout.endswith("in order\n"), result.stderr
 
 
-def test_rows_do_not_depend_on_the_batch():
+def test_rows_do_not_depend_on_the_batch() -> None:
     gen = torch.Generator().manual_seed(0)
     x = torch.randn(8, 256, generator=gen).half()
     w = torch.randn(512, 256, generator=gen).half()
 
-    def block(x, w):
+    def block(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         scale = torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6)
         hidden = torch.nn.functional.linear((x * scale).half(), w)
         return torch.matmul(torch.nn.functional.silu(hidden), w)
@@ -283,7 +292,7 @@ def test_rows_do_not_depend_on_the_batch():
         assert torch.equal(part, together[:rows])
 
 
-def test_the_runtime_runs_into_given_tensors_as_eager_operators_do():
+def test_the_runtime_runs_into_given_tensors_as_eager_operators_do() -> None:
     holder: list = []
     run = on_npu(lambda a, b: a * b, _runtime_holder=holder)
     a, b = bound(torch.tensor([2.0, 3.0])), bound(torch.tensor([5.0, 7.0]))
@@ -302,7 +311,7 @@ def test_the_runtime_runs_into_given_tensors_as_eager_operators_do():
         runtime.run(a, b, out=[bound(torch.zeros(3))])
 
 
-def test_an_eager_operator_on_the_device():
+def test_an_eager_operator_on_the_device() -> None:
     x = torch.randn(4, 64).half()
     device = x.to("rbln:0")
     assert torch.equal((device + device).cpu(), x + x)
@@ -312,7 +321,7 @@ def test_an_eager_operator_on_the_device():
     )
 
 
-def test_memory_that_is_not_the_devices_is_refused():
+def test_memory_that_is_not_the_devices_is_refused() -> None:
     tensor = bound(torch.zeros(1024))
     wrong = SimpleNamespace(
         untyped_storage=lambda: SimpleNamespace(
@@ -330,20 +339,22 @@ def test_memory_that_is_not_the_devices_is_refused():
     ("options", "message"),
     [({"mode": ["compile_only"]}, "compile_only"), ({"dtype": "float16"}, "dtype=")],
 )
-def test_options_that_are_not_simulated_are_refused(options, message):
+def test_options_that_are_not_simulated_are_refused(
+    options: dict[str, object], message: str
+) -> None:
     with pytest.raises(Exception, match=message) as error:
         on_npu(lambda x: x + 1, **options)(torch.zeros(2).to("rbln:0"))
     assert "not supported by the simulated NPU" in str(error.value)
 
 
-def test_a_kv_cache_without_memory_is_refused():
+def test_a_kv_cache_without_memory_is_refused() -> None:
     # What vllm-rbln hands over when its device tensors are switched off.
     run = on_npu(lambda x, kv: kv.add_(x))
     with pytest.raises(NotImplementedError, match="VLLM_RBLN_USE_DEVICE_TENSOR=1"):
         run(torch.zeros(2, device="meta"), torch.zeros(2, device="meta"))
 
 
-def test_custom_kernels_are_replaced_in_the_graph():
+def test_custom_kernels_are_replaced_in_the_graph() -> None:
     library = torch.library.Library("rbln_triton_ops", "FRAGMENT")
     name = "causal_attention_naive_decode"
     if not hasattr(torch.ops.rbln_triton_ops, name):  # vllm-rbln defines it, too
@@ -362,8 +373,10 @@ def test_custom_kernels_are_replaced_in_the_graph():
     inputs = [t.to("rbln:0") for t in (*rows, torch.tensor([[0]]))]
     scale, table = torch.tensor(1.0), torch.tensor([[2]])
 
-    def attend(q, k, v, seq_idx, kv, scale, table):
-        return op(q, k, v, kv, seq_idx, scale, table, scale)
+    def attend(*args: torch.Tensor) -> torch.Tensor:
+        q, k, v, seq_idx, kv, scale, table = args
+        out: torch.Tensor = op(q, k, v, kv, seq_idx, scale, table, scale)
+        return out
 
     out = on_npu(attend)(*inputs, cache, scale.to("rbln:0"), table.to("rbln:0"))
     # One key: its value is the result.

@@ -79,13 +79,13 @@ def covers(rows: set[str], name: str) -> bool:
     return name in rows or f"{name.rpartition('.')[0]}.*" in rows
 
 
-def test_every_name_is_in_one_table(names):
+def test_every_name_is_in_one_table(names: set[str]) -> None:
     provided, unsupported = tables()
     assert not {n for n in names if n not in provided and not covers(unsupported, n)}
     assert not provided & unsupported
 
 
-def test_every_row_is_used(names):
+def test_every_row_is_used(names: set[str]) -> None:
     provided, unsupported = tables()
     for row in provided | unsupported:
         prefix = row.removesuffix("*")
@@ -103,7 +103,7 @@ def resolve(name: str) -> object:
         return getattr(importlib.import_module(module), attribute)
 
 
-def test_what_is_provided_is_there():
+def test_what_is_provided_is_there() -> None:
     # Third Party
     from rebel.ops.torch_custom_ops.attn import custom_kernel
 
@@ -115,7 +115,7 @@ def test_what_is_provided_is_there():
             assert resolve(name) is not None
 
 
-def test_what_is_unsupported_is_not_there(names):
+def test_what_is_unsupported_is_not_there(names: set[str]) -> None:
     # Third Party
     from rebel.ops.torch_custom_ops.attn import custom_kernel
 

@@ -3,6 +3,8 @@
 
 # Standard
 import threading
+from collections.abc import Callable, Iterator
+from typing import Any
 
 # Third Party
 import pytest
@@ -16,13 +18,13 @@ DEVICES = [f"rbln:{index}" for index in range(torch.rbln.device_count())]
 
 
 @pytest.fixture(autouse=True)
-def fresh_dynamo():
+def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
 
 
-def step(cache, row, block):
+def step(cache: torch.Tensor, row: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
     cache.index_copy_(0, block, row)
     return cache[1] * 2
 
@@ -33,14 +35,16 @@ def cache_of(blocks: int, device: str = "rbln:0") -> torch.Tensor:
     return cache
 
 
-def run(compiled, cache, block):
+def run(
+    compiled: Callable[..., torch.Tensor], cache: torch.Tensor, block: int
+) -> torch.Tensor:
     row = torch.full((1, 2, 8), float(block)).to(cache.device)
     with torch.no_grad():
         return compiled(cache, row, torch.tensor([block]).to(cache.device))
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_program_tells_where_its_dynamic_input_lies(device):
+def test_a_program_tells_where_its_dynamic_input_lies(device: str) -> None:
     with torch.rbln.capture_programs() as programs:
         compiled = torch.compile(step, backend="rbln", dynamic=False)
         run(compiled, cache_of(4, device), 1)
@@ -66,7 +70,7 @@ def test_a_program_tells_where_its_dynamic_input_lies(device):
     assert (output.shape, output.dtype) == ((2, 8), "float32")
 
 
-def test_a_larger_cache_runs_on_the_same_program():
+def test_a_larger_cache_runs_on_the_same_program() -> None:
     with torch.rbln.capture_programs() as programs:
         compiled = torch.compile(step, backend="rbln", dynamic=False)
         run(compiled, cache_of(4), 1)
@@ -79,10 +83,10 @@ def test_a_larger_cache_runs_on_the_same_program():
     assert torch.equal(cache[8].cpu(), torch.full((2, 8), 8.0))
 
 
-def test_scopes_nest_and_belong_to_their_thread():
+def test_scopes_nest_and_belong_to_their_thread() -> None:
     elsewhere: list = []
 
-    def listen(opened, closed):
+    def listen(opened: threading.Event, closed: threading.Event) -> None:
         with torch.rbln.capture_programs() as programs:
             opened.set()
             closed.wait(60)
@@ -105,11 +109,11 @@ def test_scopes_nest_and_belong_to_their_thread():
     assert all(s.physical_placement is None for p in outer for s in p.input_specs)
 
 
-def test_a_dimension_that_cannot_be_split_over_chiplets_is_refused():
+def test_a_dimension_that_cannot_be_split_over_chiplets_is_refused() -> None:
     cache = torch.zeros(4, 2, 6).to("rbln:0")
     torch._dynamo.mark_dynamic(cache, 0)
 
-    def simulated(graph, inputs, **kwargs):
+    def simulated(graph: Any, inputs: Any, **kwargs: Any) -> Any:
         # Third Party
         from rebel.core.torch_compile import rbln_backend
 

@@ -13,16 +13,19 @@ pytestmark = pytest.mark.sim
 DRAWS = 4000
 
 
-def draw(probs, k=None, p=None):
+def draw(
+    probs: list[float], k: int | None = None, p: float | None = None
+) -> torch.Tensor:
     rows = torch.tensor(probs).expand(DRAWS, -1)
-    k = None if k is None else torch.full((DRAWS,), k, dtype=torch.int32)
-    p = None if p is None else torch.full((DRAWS,), p)
-    return torch.ops.rbln.top_k_top_p(rows, k, p)
+    ks = None if k is None else torch.full((DRAWS,), k, dtype=torch.int32)
+    ps = None if p is None else torch.full((DRAWS,), p)
+    drawn: torch.Tensor = torch.ops.rbln.top_k_top_p(rows, ks, ps)
+    return drawn
 
 
 @pytest.mark.parametrize("device", ["cpu", "rbln:0"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_argmax(dtype, device):
+def test_argmax(dtype: torch.dtype, device: str) -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0, 2.0], [-4.0, -9.0, -9.0, -5.0]]).to(dtype)
     out = torch.ops.rbln.argmax(logits.to(device))
     assert out.device == torch.device(device)
@@ -44,26 +47,28 @@ def test_argmax(dtype, device):
         (None, 0.0, {1}),
     ],
 )
-def test_top_k_top_p_draws_exactly_from_what_is_left(k, p, possible):
+def test_top_k_top_p_draws_exactly_from_what_is_left(
+    k: int | None, p: float | None, possible: set[int]
+) -> None:
     out = draw([0.125, 0.4375, 0.0625, 0.375], k, p)
     assert out.dtype == torch.int32
     assert set(out.tolist()) == possible
 
 
-def test_draws_follow_the_probabilities_that_are_left():
+def test_draws_follow_the_probabilities_that_are_left() -> None:
     rebel.manual_seed(1)
     out = draw([0.125, 0.375, 0.125, 0.375], k=2)
     assert 0.45 < (out == 1).float().mean() < 0.55
 
 
-def test_rows_have_their_own_k_and_p():
+def test_rows_have_their_own_k_and_p() -> None:
     probs = torch.tensor([[0.5, 0.3, 0.2], [0.2, 0.3, 0.5]])
     k, p = torch.tensor([3, 1], dtype=torch.int32), torch.tensor([0.4, 1.0])
     for _ in range(50):
         assert torch.ops.rbln.top_k_top_p(probs, k, p).tolist() == [0, 2]
 
 
-def test_seeded_apart_from_torch():
+def test_seeded_apart_from_torch() -> None:
     torch.manual_seed(5)
     untouched = torch.rand(3)
     torch.manual_seed(5)
@@ -75,7 +80,7 @@ def test_seeded_apart_from_torch():
     assert torch.equal(draw([0.25] * 4), first)
 
 
-def test_top_k_of_one_is_argmax_when_two_are_equal():
+def test_top_k_of_one_is_argmax_when_two_are_equal() -> None:
     probs = torch.tensor([[0.1, 0.4, 0.4, 0.1]])
     out = torch.ops.rbln.top_k_top_p(probs, torch.tensor([1], dtype=torch.int32), None)
     assert torch.equal(out, torch.ops.rbln.argmax(probs))

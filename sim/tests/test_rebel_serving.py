@@ -88,8 +88,14 @@ def make_model(kind: str, folder: Path) -> Path:
     ],
 )
 def test_greedy_tokens_are_those_of_transformers(
-    kind, dtype, custom_kernel, eager, dynamic, tmp_path, child_environment
-):
+    kind: str,
+    dtype: str,
+    custom_kernel: str,
+    eager: bool,
+    dynamic: bool,
+    tmp_path: Path,
+    child_environment: dict[str, str],
+) -> None:
     model = make_model(kind, tmp_path)
     work = {
         "model": str(model),

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 # Third Party
 import pytest
@@ -26,15 +27,14 @@ def digest(model: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("kind", tiny_models.NAMES)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_transformers_loads_every_weight(kind, dtype, tmp_path):
+def test_transformers_loads_every_weight(kind: str, dtype: str, tmp_path: Path) -> None:
     # Third Party
     from transformers import AutoModelForCausalLM
 
     size = tiny_models.Size(layers=1, heads=4, kv_heads=1, head_dim=32, hidden=64)
     model = tiny_models.make(kind, tmp_path, size, dtype)
-    network, info = AutoModelForCausalLM.from_pretrained(
-        model, output_loading_info=True
-    )
+    loaded: Any = AutoModelForCausalLM.from_pretrained(model, output_loading_info=True)
+    network, info = loaded
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys"))
     assert not info["mismatched_keys"]
     weights = {w.dtype for w in network.state_dict().values() if w.is_floating_point()}
@@ -45,7 +45,7 @@ def test_transformers_loads_every_weight(kind, dtype, tmp_path):
     assert logits.std() > 0.1
 
 
-def test_bfloat16_is_rounded_as_torch_rounds(tmp_path):
+def test_bfloat16_is_rounded_as_torch_rounds(tmp_path: Path) -> None:
     # Third Party
     from safetensors.torch import load_file
 
@@ -61,7 +61,7 @@ def test_bfloat16_is_rounded_as_torch_rounds(tmp_path):
         assert torch.equal(weight.bfloat16(), rounded[name]), name
 
 
-def test_the_tokenizer_has_one_token_a_word(tmp_path):
+def test_the_tokenizer_has_one_token_a_word(tmp_path: Path) -> None:
     # Third Party
     from transformers import AutoTokenizer
 
@@ -72,7 +72,7 @@ def test_the_tokenizer_has_one_token_a_word(tmp_path):
     assert len(tokenizer) == tiny_models.VOCAB_SIZE
 
 
-def test_the_same_arguments_give_the_same_bytes(tmp_path):
+def test_the_same_arguments_give_the_same_bytes(tmp_path: Path) -> None:
     first = digest(tiny_models.make("mla", tmp_path / "a", seed=3))
     assert digest(tiny_models.make("mla", tmp_path / "b", seed=3)) == first
     other = digest(tiny_models.make("mla", tmp_path / "b", seed=4))
@@ -80,7 +80,7 @@ def test_the_same_arguments_give_the_same_bytes(tmp_path):
     assert other["config.json"] == first["config.json"]
 
 
-def test_the_command_line(tmp_path):
+def test_the_command_line(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "examples.rbln_demo.tiny_models"]
     options = ["--layers", "3", "--dtype", "bfloat16", "--max-positions", "8192"]
     result = subprocess.run(
@@ -112,7 +112,9 @@ def test_the_command_line(tmp_path):
         ({"kind": "mla", "dtype": "int8"}, "dtype must be one of"),
     ],
 )
-def test_bad_arguments_are_refused(arguments, message, tmp_path):
+def test_bad_arguments_are_refused(
+    arguments: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match=message):
         tiny_models.make(folder=tmp_path, **arguments)
     assert list(tmp_path.iterdir()) == []
@@ -126,6 +128,6 @@ def test_bad_arguments_are_refused(arguments, message, tmp_path):
         ({"heads": 6, "kv_heads": 4}, r"kv_heads must divide heads \(6\), got 4"),
     ],
 )
-def test_bad_sizes_are_refused(size, message):
+def test_bad_sizes_are_refused(size: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         tiny_models.Size(**size)
