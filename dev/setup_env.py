@@ -81,11 +81,15 @@ def files_below(*folders: str) -> list[Path]:
 # ---- running commands ---------------------------------------------------------------
 
 
-def last_sign_of_life() -> str:
-    """Return what the newest telling line of the log says is being done."""
-    tail = LOG.read_text(encoding="utf-8", errors="replace")[-20000:].splitlines()
+def output_since(offset: int) -> list[str]:
+    """Return the lines that were added to the log after ``offset`` bytes of it."""
+    return LOG.read_bytes()[offset:].decode("utf-8", "replace").splitlines()
+
+
+def last_sign_of_life(lines: list[str]) -> str:
+    """Return what the newest telling line of a command's output says is being done."""
     words = ("Collecting", "Downloading", "Using cached", "Building", "Installing")
-    for line in map(str.strip, reversed(tail)):
+    for line in map(str.strip, reversed(lines)):
         compiling = re.match(r"\[(\d+/\d+)\].* -c (\S+)", line)
         if compiling:
             return f"compiling {Path(compiling[2]).name} ({compiling[1]})"
@@ -124,14 +128,14 @@ def execute(command: list[str]) -> None:
                     break
                 except subprocess.TimeoutExpired:
                     spent = time.monotonic() - start
-                    print(f"      {spent:4.0f} s  {last_sign_of_life()}", flush=True)
+                    doing = last_sign_of_life(output_since(offset))
+                    print(f"      {spent:4.0f} s  {doing}", flush=True)
         except BaseException:
             process.terminate()
             process.wait()
             raise
     if status != 0:
-        said = LOG.read_bytes()[offset:].decode("utf-8", "replace")
-        end = "\n".join(said.splitlines()[-40:])
+        end = "\n".join(output_since(offset)[-40:])
         raise SetupError(f"{end}\n\n{' '.join(command)}\nfailed; all output: {LOG}")
 
 

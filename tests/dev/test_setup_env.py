@@ -127,10 +127,9 @@ def test_a_long_command_shows_progress_and_a_failed_one_its_output(
 
 
 def test_compiling_is_told_by_the_name_of_the_source(setup_env: ModuleType) -> None:
-    setup_env.VENV.mkdir()
-    lines = "Building wheel\n[3/6] c++ -MMD -I/a -c /b/csrc/fold.cpp -o /c/fold.o\n"
-    setup_env.LOG.write_text(lines, encoding="utf-8")
-    assert setup_env.last_sign_of_life() == "compiling fold.cpp (3/6)"
+    ninja = "[3/6] c++ -MMD -I/a -c /b/csrc/fold.cpp -o /c/fold.o"
+    said = setup_env.last_sign_of_life(["Building wheel", ninja, "a warning"])
+    assert said == "compiling fold.cpp (3/6)"
 
 
 @pytest.mark.parametrize(
