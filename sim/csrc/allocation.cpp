@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "allocation.h"
 
-#include <cstring>
-
 #include "address_space.h"
 #include "counters.h"
+#include "engine.h"
 
 namespace rbln_sim {
 namespace {
@@ -46,7 +45,7 @@ void Allocation::ensure_device() {
 void Allocation::to_device(bool overwritten) {
   ensure_device();
   if (residency_ == Residency::kHost && !overwritten) {
-    std::memcpy(device_bytes_->data(), host_->data(), size_);
+    copy_now(device_bytes_->data(), host_->data(), size_);
     counters().sync_h2d.add(size_);
   } else if (residency_ == Residency::kZero && !overwritten) {
     device_bytes_->zero();
@@ -83,13 +82,13 @@ void Allocation::read(uint64_t offset, uint64_t length, char* to) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (residency_ != Residency::kDevice) {
       ensure_host();
-      std::memcpy(to, host_->data() + offset, length);
+      copy_now(to, host_->data() + offset, length);
       return;
     }
     source = part(device_bytes_, offset);
   }
   counters().sync_d2h.add(length);
-  std::memcpy(to, source.bytes, length);
+  copy_now(to, source.bytes, length);
 }
 
 void Allocation::write(uint64_t offset, uint64_t length, const char* from) {
@@ -98,14 +97,14 @@ void Allocation::write(uint64_t offset, uint64_t length, const char* from) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (!writes_to_device(length)) {
       ensure_host();
-      std::memmove(host_->data() + offset, from, length);
+      copy_now(host_->data() + offset, from, length);
       residency_ = Residency::kHost;
       return;
     }
     target = part(device_bytes_, offset);
   }
   counters().sync_h2d.add(length);
-  std::memmove(target.bytes, from, length);
+  copy_now(target.bytes, from, length);
 }
 
 Allocation::Source Allocation::source(uint64_t offset) {
@@ -135,7 +134,7 @@ Span Allocation::borrow(uint64_t offset, uint64_t length, bool overwrite) {
   // host-latest, what streams write to other parts meanwhile would be lost.
   lent = part(std::make_shared<Bytes>(length), 0);
   if (!overwrite) {
-    std::memcpy(lent.bytes, source.bytes, length);
+    copy_now(lent.bytes, source.bytes, length);
     counters().sync_d2h.add(length);
   }
   return lent;

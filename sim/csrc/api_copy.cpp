@@ -61,7 +61,7 @@ void device_to_device(const DeviceCopy& copy) {
     return;
   }
   const Span target = to.allocation->device_target(to.offset, to.length);
-  copy_now({target.bytes, source.bytes, to.length, target.owner, source.owner});
+  copy_now(target.bytes, source.bytes, to.length);
 }
 
 // The entries of a batch may be copied in any order.

@@ -36,24 +36,21 @@ std::chrono::microseconds deferred_delay(uint64_t seed, uint64_t stream,
                                    random % (kMaxDelayUs - kMinDelayUs + 1));
 }
 
-void copy_now(const CopyJob& job) {
-  if (overlap(job)) {
-    std::memmove(job.dst, job.src, job.bytes);
-  } else {
-    std::memcpy(job.dst, job.src, job.bytes);
-  }
+void copy_now(char* dst, const char* src, uint64_t bytes) {
+  std::memmove(dst, src, bytes);
 }
 
 uint64_t copy_on(Stream& stream, CopyJob job) {
   if (!settings().deferred) {
-    return stream.submit([job = std::move(job)] { copy_now(job); });
+    return stream.submit(
+        [job = std::move(job)] { copy_now(job.dst, job.src, job.bytes); });
   }
   const auto delay = deferred_delay(settings().seed, stream.handle(), stream.newest());
   return stream.submit([job = std::move(job), delay] {
     // Poison would destroy a source that the destination overlaps.
     if (!overlap(job)) std::memset(job.dst, kPoison, job.bytes);
     std::this_thread::sleep_for(delay);
-    copy_now(job);
+    copy_now(job.dst, job.src, job.bytes);
   });
 }
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The copy engine: every byte that moves because of a call moves here, whether the
-// caller waits for it or a stream does it.
+// The copy engine: every byte that is copied because of a call is copied here, in the
+// caller's thread or in a stream's.
 #pragma once
 
 #include <chrono>
@@ -21,7 +21,7 @@ struct CopyJob {
 };
 
 /// Copy now, in the calling thread. Source and destination may overlap.
-void copy_now(const CopyJob& job);
+void copy_now(char* dst, const char* src, uint64_t bytes);
 
 /// Queue the copy on `stream` and return its ticket.
 ///

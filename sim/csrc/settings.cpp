@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cmath>
 #include <cstdlib>
@@ -97,11 +98,14 @@ Settings read_settings() {
 }
 
 const Settings& settings() {
+  // Every call comes here, so a reader must not wait for another.
+  static std::atomic<const Settings*> instance{nullptr};
+  const Settings* read = instance.load(std::memory_order_acquire);
+  if (read != nullptr) return *read;
   static std::mutex mutex;
-  static const Settings* instance = nullptr;
   std::lock_guard<std::mutex> lock(mutex);
-  if (instance == nullptr) instance = new Settings(read_settings());
-  return *instance;
+  if (instance.load() == nullptr) instance.store(new Settings(read_settings()));
+  return *instance.load();
 }
 
 }  // namespace rbln_sim
