@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from packaging.utils import canonicalize_name
 
-from tests.build.workshop import ROOT, Checkout, Environment
+from tests.build.workshop import CACHE, ROOT, Checkout, Environment, with_nvcc
 
 
 def required(name: str) -> set[str]:
@@ -26,9 +26,23 @@ def checkout(tmp_path: Path) -> Checkout:
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built once, alone in its folder."""
+    """The wheel, built once, alone in its folder.
+
+    RBLN is chosen because torch_rbln is installed, although there is an nvcc.
+    """
     folder = tmp_path_factory.mktemp("wheel")
-    return Checkout.make(folder / "checkout").wheel(folder / "dist")
+    path = with_nvcc(folder / "cuda")
+    return Checkout.make(folder / "checkout").wheel(folder / "dist", PATH=path)
+
+
+@pytest.fixture(scope="session")
+def pinned_sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """LMCache's sdist, in the cache that the tests share with this checkout."""
+    kept = CACHE / "sdist" / "lmcache-0.5.6.tar.gz"
+    if not kept.exists():
+        done = Checkout.make(tmp_path_factory.mktemp("pin") / "checkout").metadata()
+        assert done.status == 0, done.output
+    return kept
 
 
 @pytest.fixture(scope="module")

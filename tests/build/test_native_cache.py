@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import sys
 import zipfile
 from pathlib import Path
 from types import ModuleType
@@ -13,7 +11,7 @@ from types import ModuleType
 import pytest
 from setuptools.extension import Extension
 
-from tests.build.workshop import ROOT, Checkout, Environment, decoy_compiler, script
+from tests.build.workshop import ROOT, Checkout, Environment, decoy_compiler, with_nvcc
 
 
 @pytest.fixture(scope="module")
@@ -122,8 +120,6 @@ def test_rbln_wins_over_nvcc_and_an_installed_copy_compiles_nothing(
     wheel: Path,
     tmp_path: Path,
 ) -> None:
-    nvcc = script(tmp_path / "cuda" / "nvcc", "echo 'release 13.0, V13.0.48'\n")
-    tools = os.pathsep.join(map(str, (nvcc.parent, Path(sys.executable).parent)))
 
     done = build_environment.pip(
         "install",
@@ -132,7 +128,7 @@ def test_rbln_wins_over_nvcc_and_an_installed_copy_compiles_nothing(
         cwd=checkout.root,
         BUILD_WITH_RBLN="1",
         CXX=str(decoy_compiler(tmp_path)),
-        PATH=f"{tools}{os.pathsep}{os.environ['PATH']}",
+        PATH=with_nvcc(tmp_path / "cuda"),
     )
 
     assert done.status == 0, done.output

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from tests.build.workshop import (
-    CACHE,
     ROOT,
     Checkout,
     clean_environ,
@@ -20,7 +19,6 @@ from tests.build.workshop import (
     run,
 )
 
-SDIST = CACHE / "sdist" / "lmcache-0.5.6.tar.gz"
 PROFILE = "setup_extensions/build_profiles/rbln.py"
 PINNED = "d6951e60ce8818a76aa42d0866a4ba85f1c95cd919355fff30ff24dcc3243f1e"
 
@@ -82,10 +80,10 @@ def test_another_profile_is_an_error(
 
 
 def test_a_tampered_sdist_is_refused_naming_both_hashes(
-    checkout: Checkout, tmp_path: Path
+    checkout: Checkout, pinned_sdist: Path, tmp_path: Path
 ) -> None:
-    tampered = tmp_path / SDIST.name
-    tampered.write_bytes(SDIST.read_bytes() + b"\0")
+    tampered = tmp_path / pinned_sdist.name
+    tampered.write_bytes(pinned_sdist.read_bytes() + b"\0")
     done = checkout.metadata(LMCACHE_SDIST=str(tampered))
 
     assert done.status != 0
@@ -94,8 +92,10 @@ def test_a_tampered_sdist_is_refused_naming_both_hashes(
     assert not staged(checkout)
 
 
-def test_a_tampered_download_is_refused(checkout: Checkout, tmp_path: Path) -> None:
-    kept = tmp_path / "cache" / "sdist" / SDIST.name
+def test_a_tampered_download_is_refused(
+    checkout: Checkout, pinned_sdist: Path, tmp_path: Path
+) -> None:
+    kept = tmp_path / "cache" / "sdist" / pinned_sdist.name
     kept.parent.mkdir(parents=True)
     kept.write_bytes(b"not an sdist")
     done = checkout.metadata(LMCACHE_BUILD_CACHE=str(tmp_path / "cache"))
@@ -140,9 +140,9 @@ def test_an_undeclared_collision_is_named(checkout: Checkout) -> None:
 
 
 def test_a_replaced_file_that_changed_upstream_is_named(
-    checkout: Checkout, tmp_path: Path
+    checkout: Checkout, pinned_sdist: Path, tmp_path: Path
 ) -> None:
-    with tarfile.open(SDIST) as archive:
+    with tarfile.open(pinned_sdist) as archive:
         archive.extractall(tmp_path, filter="data")
     upstream = tmp_path / "lmcache-0.5.6"
     with (upstream / PROFILE).open("a", encoding="utf-8") as file:
@@ -154,12 +154,12 @@ def test_a_replaced_file_that_changed_upstream_is_named(
 
 
 def test_a_checkout_of_lmcache_builds_the_same_metadata(
-    checkout: Checkout, tmp_path: Path
+    checkout: Checkout, pinned_sdist: Path, tmp_path: Path
 ) -> None:
-    with tarfile.open(SDIST) as archive:
+    with tarfile.open(pinned_sdist) as archive:
         archive.extractall(tmp_path, filter="data")
     texts = []
-    for sdist in (tmp_path / "lmcache-0.5.6", SDIST):
+    for sdist in (tmp_path / "lmcache-0.5.6", pinned_sdist):
         shutil.rmtree(checkout.root / "metadata", ignore_errors=True)
         done = checkout.metadata(LMCACHE_SDIST=str(sdist))
         assert done.status == 0, done.output

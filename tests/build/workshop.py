@@ -282,3 +282,9 @@ def script(path: Path, body: str) -> Path:
     path.write_text(f"#!/bin/sh\n{body}", encoding="utf-8")
     path.chmod(0o755)
     return path
+
+
+def with_nvcc(folder: Path) -> str:
+    """Return a PATH with CUDA's compiler, by which LMCache picks its CUDA build."""
+    script(folder / "nvcc", "echo 'release 13.0, V13.0.48'\n")
+    return f"{folder}{os.pathsep}{clean_environ()['PATH']}"
