@@ -6,11 +6,6 @@
 #include "refusal.h"
 
 namespace rbln_sim {
-namespace {
-
-constexpr uint64_t kReservation = 1ull << 42;
-
-}  // namespace
 
 AddressSpace& AddressSpace::instance() {
   static AddressSpace* space = new AddressSpace();
@@ -21,8 +16,8 @@ AddressSpace::AddressSpace() {
   void* at = mmap(nullptr, kReservation, PROT_NONE,
                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (at == MAP_FAILED) {
-    refuse(kFailure, "cannot reserve ", kReservation >> 40,
-           " TiB of addresses for the device; is `ulimit -v` set?");
+    refuse(kFailure, "cannot reserve ", kReservation >> 30,
+           " GiB of addresses for the device; is `ulimit -v` set?");
   }
   begin_ = reinterpret_cast<uint64_t>(at);
   end_ = begin_ + kReservation;

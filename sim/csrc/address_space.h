@@ -23,6 +23,12 @@ class AddressSpace {
   /// Whether the address was or could be handed out.
   bool contains(uint64_t address) const { return address >= begin_ && address < end_; }
 
+#ifdef __SANITIZE_THREAD__
+  // ThreadSanitizer keeps most of the address space for itself.
+  static constexpr uint64_t kReservation = 1ull << 38;
+#else
+  static constexpr uint64_t kReservation = 1ull << 42;
+#endif
   static constexpr uint64_t kAlignment = 4096;
   static constexpr uint64_t kGap = 64 << 10;
 

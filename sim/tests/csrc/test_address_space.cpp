@@ -9,7 +9,8 @@ using rbln_sim::AddressSpace;
 
 namespace {
 
-constexpr uint64_t kHuge = 3ull << 39;  // 1.5 TiB: two fit, a third does not
+// Two fit, a third does not.
+constexpr uint64_t kHuge = AddressSpace::kReservation / 8 * 3;
 
 }  // namespace
 

@@ -26,7 +26,7 @@ uint64_t used() { return rbln_get_memory_stats(0).GetAllocatedCurrent(); }
 }  // namespace
 
 TEST(lazy_takes_nothing_eager_takes_memory) {
-  make_lazy(1ull << 40);
+  make_lazy(1ull << 36);
   CHECK_EQ(used(), 0u);
   uint64_t vaddr;
   CHECK_EQ(rbln_malloc_eager(0, kSize, vaddr), kSuccess);

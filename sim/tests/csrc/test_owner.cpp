@@ -126,11 +126,11 @@ TEST(a_child_that_outlives_the_owner_holds_nothing) {
   CHECK_EQ(pipe(child_pid), 0);
   CHECK_EQ(harness::status_of_child([&] {
              open_npus({0});
-             const pid_t child = fork();
-             if (child == 0) {
+             if (fork() == 0) {
+               const pid_t own = getpid();
+               (void)!write(child_pid[1], &own, sizeof own);
                for (;;) pause();
              }
-             (void)!write(child_pid[1], &child, sizeof child);
            }),
            0);
   pid_t child;
