@@ -347,6 +347,31 @@ def test_options_that_are_not_simulated_are_refused(
     assert "not supported by the simulated NPU" in str(error.value)
 
 
+def test_graphs_that_own_something_are_refused() -> None:
+    class Owner(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = torch.nn.Identity()
+            self.weight = torch.nn.Parameter(torch.zeros(2).to("rbln:0"))
+
+    def refused(target: str, op: str) -> str:
+        graph = torch.fx.Graph()
+        x = graph.placeholder("x")
+        args = (x,) if op == "call_module" else ()
+        graph.output((graph.create_node(op, target, args),))
+        with pytest.raises(NotImplementedError) as error:
+            rbln_backend(torch.fx.GraphModule(Owner(), graph), [])
+        return str(error.value)
+
+    assert "calls the module 'inner'" in refused("inner", "call_module")
+    assert "owns the device tensor 'weight'" in refused("weight", "get_attr")
+    branch = on_npu(
+        lambda x: torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,))
+    )
+    with pytest.raises(Exception, match="higher-order operator with the subgraph"):
+        branch(torch.ones(2).to("rbln:0"))
+
+
 def test_a_kv_cache_without_memory_is_refused() -> None:
     # What vllm-rbln hands over when its device tensors are switched off.
     run = on_npu(lambda x, kv: kv.add_(x))

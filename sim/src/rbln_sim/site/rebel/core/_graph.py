@@ -23,14 +23,12 @@ class HostGraph:
     """A graph over host tensors.
 
     Attributes:
-        forward: Takes the graph's inputs, then ``lifted``; returns its outputs.
-        lifted: Device tensors that the traced module owned (weights, buffers).
+        forward: Takes the graph's inputs and returns its outputs.
         output_devices: For each output its ``rbln`` device, or None when it stays
             on the host or is no tensor.
     """
 
     forward: Callable[..., Sequence[Any]]
-    lifted: tuple[torch.Tensor, ...]
     output_devices: tuple[torch.device | None, ...]
 
 
@@ -96,54 +94,19 @@ def _keep_copies(graph: fx.Graph) -> None:
         clone.replace_input_with(clone, node)
 
 
-class _Lifter:
-    """Makes the module's device tensors inputs of the graph."""
-
-    def __init__(self, module: fx.GraphModule, graph: fx.Graph) -> None:
-        self._module = module
-        self._graph = graph
-        self._nodes: dict[int, fx.Node] = {}
-        self.tensors: list[torch.Tensor] = []
-        placeholders = [n for n in graph.nodes if n.op == "placeholder"]
-        self._last = placeholders[-1] if placeholders else None
-
-    def _lift(self, tensor: torch.Tensor) -> fx.Node:
-        if id(tensor) not in self._nodes:
-            before_all = self._graph._root if self._last is None else self._last
-            with self._graph.inserting_after(before_all):
-                node = self._graph.placeholder(f"lifted_{len(self.tensors)}")
-            self._nodes[id(tensor)] = self._last = node
-            self.tensors.append(tensor)
-        return self._nodes[id(tensor)]
-
-    def attribute(self, node: fx.Node) -> None:
-        value: Any = self._module
-        for part in str(node.target).split("."):
-            value = getattr(value, part)
-        if isinstance(value, fx.GraphModule):
-            raise not_simulated(
-                f"a higher-order operator with the subgraph {node.target!r}"
-            )
-        if on_device(value):
-            node.replace_all_uses_with(self._lift(value))
-            self._graph.erase_node(node)
-
-    def submodule(self, node: fx.Node) -> None:
-        module = self._module.get_submodule(str(node.target))
-        held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        device = {name: t for name, t in held.items() if on_device(t)}
-        nodes = [self._lift(t.detach()) for t in device.values()]
-        call = _named(_module_call(module, tuple(device)), f"call_{node.name}")
-        node.op, node.target = "call_function", call
-        node.args, node.kwargs = (nodes, node.args, node.kwargs), {}
-
-
-def _module_call(module: torch.nn.Module, names: Sequence[str]) -> Callable[..., Any]:
-    def call(tensors: Sequence[torch.Tensor], args: Any, kwargs: Any) -> Any:
-        held = dict(zip(names, tensors, strict=True))
-        return torch.func.functional_call(module, held, tuple(args), dict(kwargs))
-
-    return call
+def _refuse_what_the_module_owns(module: fx.GraphModule, node: fx.Node) -> None:
+    """Dynamo of torch 2.13 makes a module's tensors inputs of the graph."""
+    if node.op == "call_module":
+        raise not_simulated(f"a graph that calls the module {node.target!r}")
+    value: Any = module
+    for part in str(node.target).split("."):
+        value = getattr(value, part)
+    if isinstance(value, fx.GraphModule):
+        raise not_simulated(
+            f"a higher-order operator with the subgraph {node.target!r}"
+        )
+    if on_device(value):
+        raise not_simulated(f"a graph that owns the device tensor {node.target!r}")
 
 
 def graph_outputs(graph: fx.Graph) -> tuple[Any, ...]:
@@ -171,27 +134,24 @@ def host_graph(module: fx.GraphModule) -> HostGraph:
             ``meta["example_value"]``. It is not changed.
 
     Returns:
-        The graph with devices moved to the host, module tensors made inputs, matrix
-        products made exact and custom kernels replaced.
+        The graph with devices moved to the host, matrix products made exact and
+        custom kernels replaced.
 
     Raises:
         NotImplementedError: The graph holds something that is not simulated.
     """
     graph = copy.deepcopy(module.graph)
-    lifter = _Lifter(module, graph)
     _keep_copies(graph)
     for node in list(graph.nodes):
         node.args = fx.node.map_aggregate(node.args, _on_host)
         node.kwargs = fx.node.map_aggregate(node.kwargs, _on_host)
         if node.op in ("call_function", "call_method"):
             _lower_target(node)
-        elif node.op == "get_attr":
-            lifter.attribute(node)
-        elif node.op == "call_module":
-            lifter.submodule(node)
+        elif node.op in ("get_attr", "call_module"):
+            _refuse_what_the_module_owns(module, node)
     devices = tuple(
         device if device is not None and device.type == "rbln" else None
         for device in map(_device_of, graph_outputs(graph))
     )
     runnable = fx.GraphModule(module, graph)
-    return HostGraph(runnable.forward, tuple(lifter.tensors), devices)
+    return HostGraph(runnable.forward, devices)

@@ -48,12 +48,11 @@ class Runtime:
         return bound, by_address
 
     def _run(self, inputs: Sequence[Any]) -> tuple[Sequence[Any], dict[int, Any]]:
-        values = (*inputs, *self._graph.lifted)
-        devices = {v.device.index for v in values if on_device(v)}
+        devices = {v.device.index for v in inputs if on_device(v)}
         devices.update(d.index for d in self._graph.output_devices if d is not None)
         for device in sorted(devices):
             graph_begin(device)
-        bound, by_address = self._bind(values)
+        bound, by_address = self._bind(inputs)
         with torch.no_grad():
             results = self._graph.forward(*bound)
         self._input_binding = SimpleNamespace(
