@@ -179,14 +179,14 @@ class ServerProcess:
                 process.wait(term_timeout_s)
             except subprocess.TimeoutExpired:
                 polite = False
-        # Helpers (resource trackers) end a moment after the leader.
-        if not _wait_until(lambda: not session_members(process.pid), 3.0):
+        # Helpers (resource trackers) end a moment after a leader that ends.
+        if not (polite and _wait_until(self._is_gone, 3.0)):
             for number, grace_s in ((signal.SIGTERM, 3.0), (signal.SIGKILL, 10.0)):
                 _signal_all(session_members(process.pid), number)
                 if process.poll() is None:
                     process.send_signal(number)
                 polite = polite and number != signal.SIGKILL
-                if _wait_until(lambda: self._is_gone(), grace_s):
+                if _wait_until(self._is_gone, grace_s):
                     break
             else:
                 raise ServerFailedError(
