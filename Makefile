@@ -37,7 +37,7 @@ lint: setup
 	$(BIN)/clang-format --dry-run --Werror $(CXX_SOURCES)
 
 wheel: setup
-	$(BIN)/python -m build --no-isolation --outdir dist .
+	$(BIN)/python -m build --no-isolation --sdist --wheel --outdir dist .
 
 clean:
 	$(MAKE) -C sim clean

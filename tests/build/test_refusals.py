@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import tarfile
 from pathlib import Path
@@ -127,47 +126,44 @@ def test_a_missing_sdist_is_named(checkout: Checkout, tmp_path: Path) -> None:
 
 
 def test_an_undeclared_collision_is_named(checkout: Checkout) -> None:
-    for name in ("lmcache/utils.py", "tests/conftest.py"):
-        path = checkout.root / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text("# ours\n", encoding="utf-8")
-        done = checkout.metadata()
-        path.unlink()
+    (checkout.root / "lmcache" / "utils.py").write_text("# ours\n", encoding="utf-8")
+    done = checkout.metadata()
 
-        assert done.status != 0
-        assert f"got {name}, which LMCache 0.5.6 has too" in done.output
-        assert not staged(checkout)
+    assert done.status != 0
+    assert "got lmcache/utils.py, which LMCache 0.5.6 has too" in done.output
+    assert not staged(checkout)
+
+
+@pytest.fixture(scope="module")
+def unpacked(pinned_sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """LMCache as its developers would have it on disk."""
+    folder = tmp_path_factory.mktemp("unpacked")
+    with tarfile.open(pinned_sdist) as archive:
+        archive.extractall(folder, filter="data")
+    return folder / "lmcache-0.5.6"
+
+
+def test_a_checkout_of_lmcache_is_taken_and_left_alone(
+    checkout: Checkout, unpacked: Path
+) -> None:
+    before = sorted(unpacked.rglob("*"))
+    done = checkout.metadata(LMCACHE_SDIST=str(unpacked))
+
+    assert done.status == 0, done.output
+    assert sorted(unpacked.rglob("*")) == before
+    (file,) = checkout.root.glob("metadata/*/METADATA")
+    assert "\nVersion: 0.5.6+rbln\n" in file.read_text(encoding="utf-8")
 
 
 def test_a_replaced_file_that_changed_upstream_is_named(
-    checkout: Checkout, pinned_sdist: Path, tmp_path: Path
+    checkout: Checkout, unpacked: Path
 ) -> None:
-    with tarfile.open(pinned_sdist) as archive:
-        archive.extractall(tmp_path, filter="data")
-    upstream = tmp_path / "lmcache-0.5.6"
-    with (upstream / PROFILE).open("a", encoding="utf-8") as file:
+    with (unpacked / PROFILE).open("a", encoding="utf-8") as file:
         file.write("# changed\n")
-    done = checkout.metadata(LMCACHE_SDIST=str(upstream))
+    done = checkout.metadata(LMCACHE_SDIST=str(unpacked))
 
     assert done.status != 0
     assert f"wanted {PROFILE} of LMCache with sha256" in done.output
-
-
-def test_a_checkout_of_lmcache_builds_the_same_metadata(
-    checkout: Checkout, pinned_sdist: Path, tmp_path: Path
-) -> None:
-    with tarfile.open(pinned_sdist) as archive:
-        archive.extractall(tmp_path, filter="data")
-    texts = []
-    for sdist in (tmp_path / "lmcache-0.5.6", pinned_sdist):
-        shutil.rmtree(checkout.root / "metadata", ignore_errors=True)
-        done = checkout.metadata(LMCACHE_SDIST=str(sdist))
-        assert done.status == 0, done.output
-        (file,) = checkout.root.glob("metadata/*/METADATA")
-        texts.append(file.read_text(encoding="utf-8"))
-
-    assert texts[0] == texts[1]
-    assert "\nVersion: 0.5.6+rbln\n" in texts[0]
 
 
 def test_another_code_generator_is_refused(checkout: Checkout, tmp_path: Path) -> None:
