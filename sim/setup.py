@@ -35,4 +35,9 @@ class PlatformDistribution(Distribution):
         return True
 
 
-setup(cmdclass={"build_py": BuildWithLibrary}, distclass=PlatformDistribution)
+setup(
+    cmdclass={"build_py": BuildWithLibrary},
+    distclass=PlatformDistribution,
+    # build/ is make's. A hidden folder, since linters would see every module twice.
+    options={"build": {"build_base": ".wheel"}},
+)
