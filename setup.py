@@ -63,9 +63,9 @@ BUILD_COMMANDS = {
     "editable_wheel",
     "install",
 }
-# What LMCache's build needs beside torch and setuptools. It generates gRPC code: code
-# from this release of the generator runs with every protobuf from 6.31.1 on, a newer one
-# would silently raise that floor. Without setuptools_scm the version would be 0.0.0.
+# What the build needs beside torch and setuptools. LMCache generates gRPC code: that of
+# this release of the generator runs with every protobuf from 6.31.1 on, that of a newer
+# one would silently raise the floor. Without setuptools_scm the version would be 0.0.0.
 TOOLS = {"grpcio-tools": "1.78.0", "setuptools-scm": ""}
 TORCH_RECORD = "lmcache/v1/platform/devices/rbln/built_with.py"
 
