@@ -303,3 +303,25 @@ def test_a_use_after_free_does_not_reach_a_newer_tensor() -> None:
     del tensor
     newer = [_bound(torch.zeros(100, dtype=torch.uint8)) for _ in range(50)]
     assert address not in [tensor.data_ptr() for tensor in newer]
+
+
+def test_a_logical_device_may_span_npus(run_python: RunPython) -> None:
+    done = run_python(
+        """
+        import torch
+        properties = torch.rbln.get_device_properties(0)
+        print(torch.rbln.device_count(), torch.rbln.physical_device_count(),
+              properties.npu_count, properties.total_memory >> 30)
+        tensor = torch.empty(3 << 30, dtype=torch.uint8, device="rbln")
+        torch.rbln.bind_device_memory(tensor)
+        stats = torch.rbln.memory_stats_per_chiplet()
+        keys = [f"npu.{n}.chiplet.{c}.allocated.current" for n in (0, 1) for c in range(4)]
+        print({stats[key] << 3 for key in keys} == {3 << 30})
+        free, total = torch.rbln.mem_get_info()
+        print(free >> 30, total >> 30)
+        """,
+        RBLN_SIM_DEVICES="2",
+        RBLN_SIM_MEMORY_GIB="2",
+        RBLN_NPUS_PER_DEVICE="2",
+    )
+    assert done.stdout == "1 2 2 4\nTrue\n1 4\n", done.stderr

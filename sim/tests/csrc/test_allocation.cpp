@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "allocation.h"
 
+#include <thread>
+
 #include "address_space.h"
 #include "counters.h"
 #include "harness.h"
@@ -223,6 +225,34 @@ TEST(a_borrower_may_return_after_the_bytes_went_to_the_device) {
   std::memcpy(lent.bytes, "abc", 3);
   allocation->take_back(0, 3, lent);
   CHECK_EQ(read_all(*allocation).substr(0, 3), "abc");
+}
+
+TEST(parts_written_by_threads_survive_a_move_to_the_device) {
+  constexpr uint64_t kPart = 1000;
+  for (int round = 0; round < 50; ++round) {
+    const auto allocation = make(4 * kPart);
+    std::vector<std::thread> threads;
+    std::vector<int> wrong(4, 0);
+    for (int t = 0; t < 4; ++t) {
+      threads.emplace_back([&, t] {
+        for (char step = 1; step <= 20; ++step) {
+          const std::string text(kPart, step);
+          std::string got(kPart, '?');
+          allocation->write(t * kPart, kPart, text.data());
+          allocation->read(t * kPart, kPart, got.data());
+          wrong[t] += got != text;
+        }
+      });
+    }
+    if (round % 2 == 0) {
+      allocation->device_target(0, 0);
+    } else {
+      allocation->bind();
+    }
+    for (std::thread& thread : threads) thread.join();
+    CHECK_EQ(wrong[0] + wrong[1] + wrong[2] + wrong[3], 0);
+    CHECK_EQ(read_all(*allocation), std::string(4 * kPart, 20));
+  }
 }
 
 TEST(info_is_kept) {
