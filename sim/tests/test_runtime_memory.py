@@ -315,8 +315,8 @@ def test_a_logical_device_may_span_npus(run_python: RunPython) -> None:
         tensor = torch.empty(3 << 30, dtype=torch.uint8, device="rbln")
         torch.rbln.bind_device_memory(tensor)
         stats = torch.rbln.memory_stats_per_chiplet()
-        keys = [f"npu.{n}.chiplet.{c}.allocated.current" for n in (0, 1) for c in range(4)]
-        print({stats[key] << 3 for key in keys} == {3 << 30})
+        chiplets = [f"npu.{n}.chiplet.{c}" for n in (0, 1) for c in range(4)]
+        print({stats[f"{c}.allocated.current"] << 3 for c in chiplets} == {3 << 30})
         free, total = torch.rbln.mem_get_info()
         print(free >> 30, total >> 30)
         """,
