@@ -88,8 +88,8 @@ def output_since(offset: int) -> list[str]:
 
 def last_sign_of_life(lines: list[str]) -> str:
     """Return what the newest telling line of a command's output says is being done."""
-    words = ("Obtaining", "Collecting", "Downloading", "Using cached", "Preparing")
-    words += ("Building", "Installing")
+    fetching = ("Obtaining", "Collecting", "Downloading", "Using cached")
+    words = (*fetching, "Preparing", "Building", "Installing")
     for line in map(str.strip, reversed(lines)):
         compiling = re.match(r"\[(\d+/\d+)\].* -c (\S+)", line)
         if compiling:
