@@ -12,6 +12,7 @@ from importlib import metadata, util
 import os
 import subprocess
 import sys
+import tempfile
 
 # Third Party
 import pytest
@@ -49,8 +50,12 @@ def pytest_configure(config: pytest.Config) -> None:
             # Third Party
             import rbln_sim
 
-            # Two devices, so that a wrong device index shows.
+            # Two devices, so that a wrong device index shows, in a machine of its own:
+            # another program on this one may hold the simulated NPUs of its user.
             os.environ.setdefault("RBLN_SIM_DEVICES", "2")
+            state = tempfile.TemporaryDirectory(prefix="rbln-sim-")
+            config.add_cleanup(state.cleanup)
+            os.environ.setdefault("RBLN_SIM_STATE_DIR", state.name)
             rbln_sim.activate()
             config.stash[_header] = "simulated NPU (rbln-sim)"
             config.stash[_missing] = ""
