@@ -36,10 +36,15 @@ class Transfer:
     blocks: torch.Tensor
 
 
-def read_transfers(folder: Path) -> list[Transfer]:
-    """Read every transfer written down so far, oldest first."""
+def read_transfers(folder: Path, skip: int = 0) -> list[Transfer]:
+    """Read the transfers written down so far, oldest first.
+
+    Args:
+        folder: Where the probe writes.
+        skip: Number of transfers to leave out at the beginning.
+    """
     transfers = []
-    for path in sorted(folder.glob("*.pt")):
+    for path in sorted(folder.glob("*.pt"))[skip:]:
         saved = torch.load(path, weights_only=True)
         transfers.append(
             Transfer(

@@ -88,6 +88,7 @@ class Stack:
         self.open_log = folder / "npu-opens.jsonl"
         self.probe_folder = folder / "probe"
         self.probe_folder.mkdir(parents=True)
+        self._transfers: list[Transfer] = []
         env = serving_environment(runtime, folder / "cache", config.backend)
         env |= own_machine(folder)
         env |= config.env
@@ -187,13 +188,26 @@ class Stack:
         return [chance.randrange(3, tiny_models.VOCAB_SIZE) for _ in range(length)]
 
     def cold(self, prompts: list[list[int]], max_tokens: int = 12) -> list[Completion]:
-        """Send new prompts and wait until all of their chunks are stored."""
+        """Send new prompts; wait until their chunks are stored and written down."""
         held = self.cache.memory()["total_object_count"]
         hits = self.hits()
+        known = len(self.transfers())
         completions = self.engine.complete(prompts, max_tokens)
         new = sum(len(prompt) // self.config.chunk_size for prompt in prompts)
         self.cache.wait_stored(held + new)
         assert self.hits() == hits, "a cold prompt was found in LMCache"
+        wait_until(
+            lambda: (
+                sum(
+                    transfer.end - transfer.start
+                    for transfer in self.transfers()[known:]
+                    if transfer.direction == "STORE"
+                )
+                == new * self.config.chunk_size
+            ),
+            "the engine's probe writes down what was stored",
+            10.0,
+        )
         return completions
 
     def warm(self, prompts: list[list[int]], max_tokens: int = 12) -> list[Completion]:
@@ -209,7 +223,8 @@ class Stack:
 
     def transfers(self) -> list[Transfer]:
         """Everything that the engine stored and restored so far."""
-        return read_transfers(self.probe_folder)
+        self._transfers += read_transfers(self.probe_folder, len(self._transfers))
+        return self._transfers
 
     def stored_blocks(self, prompt: list[int]) -> torch.Tensor:
         """Blocks of a prompt as they were computed before its latest store."""

@@ -3,8 +3,10 @@
 
 Loaded by ``vllm serve`` in place of LMCache's own through
 ``kv_connector_module_path``. Blocks are read through plain indexing and ``.cpu()``,
-never through the backend under test: before a store is submitted, and after a load
-has returned but before any forward runs on it.
+never through the backend under test. Such a read waits for the device, so it comes
+where it cannot hide a missing wait: stored blocks are read when their request has
+finished and before vLLM may free them, long after the store was submitted; restored
+blocks when the load has returned, before any forward runs on them.
 
 Settings, since a connector gets no others from a test:
 ``KV_PROBE_FOLDER`` receives one ``torch.save`` file per transfer;
@@ -34,6 +36,7 @@ class LMCacheMPConnector(stock.LMCacheMPConnector):
         self._probe_axis = int(os.environ["KV_PROBE_BLOCK_AXIS"])
         self._probe_folder = Path(os.environ["KV_PROBE_FOLDER"])
         self._probe_numbers = itertools.count()
+        self._probe_stores: dict[str, list[Any]] = {}
         for name, layer in kv_caches.items():
             print(
                 f"KV_PROBE layer {name} {tuple(layer.shape)} {layer.dtype} "
@@ -43,39 +46,49 @@ class LMCacheMPConnector(stock.LMCacheMPConnector):
         super().register_kv_caches(kv_caches)
 
     def wait_for_save(self) -> None:
-        """Write down what is about to be stored, then store it."""
-        self._write_down("STORE")
+        """Submit stores as usual, and remember them."""
         super().wait_for_save()
+        for meta in self._requests("STORE"):
+            self._probe_stores.setdefault(meta.request_id, []).append(meta.op)
+
+    def get_finished(
+        self, finished_req_ids: set[str]
+    ) -> tuple[set[str] | None, set[str] | None]:
+        """Write down the stores of requests that ended; their blocks still exist."""
+        for request_id in finished_req_ids:
+            for op in self._probe_stores.pop(request_id, []):
+                self._write_down("STORE", op)
+        return super().get_finished(finished_req_ids)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Load, which ends before this returns, then write down what arrived."""
         super().start_load_kv(forward_context, **kwargs)
-        self._write_down("RETRIEVE")
+        for meta in self._requests("RETRIEVE"):
+            self._write_down("RETRIEVE", meta.op)
 
-    def _write_down(self, direction: str) -> None:
-        for meta in self._get_connector_metadata().requests:
-            if meta.direction != direction:
-                continue
-            ids = meta.op.flat_block_ids
-            blocks = torch.stack(
-                [
-                    torch.stack([layer.select(self._probe_axis, i).cpu() for i in ids])
-                    for layer in self._probe_layers
-                ]
-            )
-            number = next(self._probe_numbers)
-            path = self._probe_folder / f"{number:05d}.pt"
-            unfinished = path.with_suffix(".part")
-            torch.save(
-                {
-                    "direction": direction,
-                    "request_id": meta.request_id,
-                    "token_ids": list(meta.op.token_ids),
-                    "start": meta.op.start,
-                    "end": meta.op.end,
-                    "block_ids": list(ids),
-                    "blocks": blocks,
-                },
-                unfinished,
-            )
-            unfinished.rename(path)
+    def _requests(self, direction: str) -> list[Any]:
+        requests = self._get_connector_metadata().requests
+        return [meta for meta in requests if meta.direction == direction]
+
+    def _write_down(self, direction: str, op: Any) -> None:
+        ids = op.flat_block_ids
+        blocks = torch.stack(
+            [
+                torch.stack([layer.select(self._probe_axis, i).cpu() for i in ids])
+                for layer in self._probe_layers
+            ]
+        )
+        path = self._probe_folder / f"{next(self._probe_numbers):05d}.pt"
+        unfinished = path.with_suffix(".part")
+        torch.save(
+            {
+                "direction": direction,
+                "token_ids": list(op.token_ids),
+                "start": op.start,
+                "end": op.end,
+                "block_ids": list(ids),
+                "blocks": blocks,
+            },
+            unfinished,
+        )
+        unfinished.rename(path)
