@@ -14,6 +14,13 @@ import signal
 import subprocess
 import time
 
+# First Party
+from examples.rbln_demo.procfs import (
+    mapped_segments,
+    process_ids,
+    session_members,
+)
+
 POLL_S = 0.2
 
 # A line that names an exception, with or without a logger's prefix before it, or
@@ -56,6 +63,8 @@ class ServerProcess:
         self.log_path = log_path
         self._env = dict(env)
         self._cwd = cwd
+        # Shared memory that the server left behind and that was removed for it.
+        self.leftovers: set[Path] = set()
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -159,6 +168,8 @@ class ServerProcess:
     def stop(self, term_timeout_s: float = 20.0) -> bool:
         """End the leader politely, then whatever is left of its session.
 
+        Shared memory that nobody maps any more is removed, see ``leftovers``.
+
         Args:
             term_timeout_s: How long the leader may take after SIGTERM.
 
@@ -172,6 +183,7 @@ class ServerProcess:
         process = self._process
         if process is None:
             return True
+        segments = self._segments()
         polite = True
         if process.poll() is None:
             process.terminate()
@@ -182,6 +194,7 @@ class ServerProcess:
         # Helpers (resource trackers) end a moment after a leader that ends.
         if not (polite and _wait_until(self._is_gone, 3.0)):
             for number, grace_s in ((signal.SIGTERM, 3.0), (signal.SIGKILL, 10.0)):
+                segments |= self._segments()
                 _signal_all(session_members(process.pid), number)
                 if process.poll() is None:
                     process.send_signal(number)
@@ -194,14 +207,17 @@ class ServerProcess:
                     "survived SIGKILL"
                 )
         process.wait()
+        self._remove(segments)
         return polite
 
     def kill(self) -> None:
-        """SIGKILL the whole session at once, as a crash of the host would."""
+        """SIGKILL the whole session at once and remove its shared memory."""
         process = self._started()
-        _signal_all([process.pid, *session_members(process.pid)], signal.SIGKILL)
+        segments = self._segments()
+        _signal_all(session_members(process.pid), signal.SIGKILL)
         process.wait()
         _wait_until(self._is_gone, 10.0)
+        self._remove(segments)
 
     def log(self) -> str:
         """The log so far, without colour codes."""
@@ -232,6 +248,19 @@ class ServerProcess:
             raise ServerFailedError(f"{self.name} was not started")
         return self._process
 
+    def _segments(self) -> set[Path]:
+        members = session_members(self._started().pid)
+        return set().union(*(mapped_segments(pid) for pid in members))
+
+    def _remove(self, segments: set[Path]) -> None:
+        """Remove what only the ended session used; others may share a segment."""
+        left = {segment for segment in segments if segment.exists()}
+        if left:
+            left -= set().union(*(mapped_segments(pid) for pid in process_ids()))
+        for segment in left:
+            segment.unlink(missing_ok=True)
+        self.leftovers |= left
+
     def _is_gone(self) -> bool:
         process = self._started()
         return process.poll() is not None and not session_members(process.pid)
@@ -256,30 +285,6 @@ def likely_reason(log: str) -> str | None:
                 reasons.append(found.group(found.lastindex or 0).strip())
                 break
     return "\n        ".join(reasons) or None
-
-
-def session_members(session_id: int) -> list[int]:
-    """List the live processes of a session, zombies left out.
-
-    Args:
-        session_id: Process id of the session's leader.
-
-    Returns:
-        Process ids, the leader's too while it lives.
-    """
-    members = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            stat = (entry / "stat").read_text()
-        except OSError:  # ended while we looked
-            continue
-        # The command, in parentheses, may hold spaces: split behind it.
-        state, _parent, _group, session = stat.rpartition(")")[2].split()[:4]
-        if int(session) == session_id and state not in "ZX":
-            members.append(int(entry.name))
-    return members
 
 
 def _signal_all(pids: Sequence[int], number: signal.Signals) -> None:

@@ -202,12 +202,15 @@ class CacheServer:
         """
         polite = self.process.stop()
         segment = self.segment
-        left_over = segment is not None and segment.exists()
-        if segment is not None and left_over:
-            segment.unlink()
         if not polite:
+            if segment is not None:
+                segment.unlink(missing_ok=True)
             raise self.process.failure("did not end on SIGTERM and was killed")
-        if left_over:
+        # A worker may still map it, then the process could not tell it is left over.
+        if segment is not None and (
+            segment in self.process.leftovers or segment.exists()
+        ):
+            segment.unlink(missing_ok=True)
             raise self.process.failure(f"left {segment} behind (removed now)")
 
 

@@ -15,7 +15,7 @@ import torch
 # First Party
 from examples.rbln_demo import tiny_models
 from examples.rbln_demo.client import Completion
-from examples.rbln_demo.processes import session_members
+from examples.rbln_demo.procfs import session_members
 from examples.rbln_demo.runtime import (
     Runtime,
     own_machine,

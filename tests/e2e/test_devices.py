@@ -9,7 +9,7 @@ import signal
 import pytest
 
 # First Party
-from examples.rbln_demo.processes import session_members
+from examples.rbln_demo.procfs import session_members
 from tests.e2e.stack import Stack
 
 pytestmark = pytest.mark.sim

@@ -3,6 +3,7 @@
 
 # Standard
 from collections.abc import Iterator
+from multiprocessing import shared_memory
 from pathlib import Path
 import os
 import signal
@@ -16,8 +17,8 @@ from examples.rbln_demo.processes import (
     ServerFailedError,
     ServerProcess,
     likely_reason,
-    session_members,
 )
+from examples.rbln_demo.procfs import mapped_segments, session_members
 
 SERVE = "import time; print('ready', flush=True); time.sleep(600)"
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + SERVE
@@ -44,10 +45,10 @@ class Servers:
         self._folder = folder
         self.all: list[ServerProcess] = []
 
-    def start(self, code: str) -> ServerProcess:
+    def start(self, code: str, *arguments: str) -> ServerProcess:
         server = ServerProcess(
             "test server",
-            [sys.executable, "-c", code],
+            [sys.executable, "-c", code, *arguments],
             dict(os.environ, TORCH_DEVICE_BACKEND_AUTOLOAD="0"),
             self._folder / "logs" / "server.log",
             self._folder / "run",
@@ -126,6 +127,52 @@ def test_children_end_with_their_server(servers: Servers, parent_crashes: bool) 
     assert session_members(server.pid) == []
 
 
+SHARING = f"""
+import sys
+from multiprocessing import resource_tracker, shared_memory
+segment = shared_memory.SharedMemory(sys.argv[1], create=True, size=4096)
+resource_tracker.unregister(segment._name, "shared_memory")
+{SERVE}
+"""
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_shared_memory_left_behind_is_removed(servers: Servers, killed: bool) -> None:
+    name = f"rbln_demo_test_{os.getpid()}"
+    file = Path("/dev/shm") / name
+    server = servers.start(SHARING, name)
+    server.wait_ready(lambda: is_ready(server), 30.0)
+    assert mapped_segments(server.pid) == {file}
+
+    if killed:
+        server.kill()
+    else:
+        server.stop()
+
+    assert server.leftovers == {file}
+    assert not file.exists()
+
+
+def test_shared_memory_of_another_process_is_kept(servers: Servers) -> None:
+    segment = shared_memory.SharedMemory(create=True, size=4096)
+    try:
+        server = servers.start(
+            "import sys\nfrom multiprocessing import resource_tracker as r\n"
+            "from multiprocessing.shared_memory import SharedMemory\n"
+            "segment = SharedMemory(sys.argv[1])\n"
+            "r.unregister(segment._name, 'shared_memory')\n" + SERVE,
+            segment.name,
+        )
+        server.wait_ready(lambda: is_ready(server), 30.0)
+        assert mapped_segments(server.pid)
+        server.stop()
+        assert server.leftovers == set()
+        assert (Path("/dev/shm") / segment.name).exists()
+    finally:
+        segment.close()
+        segment.unlink()
+
+
 def test_kill_ends_the_whole_session(servers: Servers) -> None:
     server = servers.start(ORPHANING)
     server.wait_ready(lambda: server.log().count("ready") == 2, 30.0)
@@ -181,8 +228,3 @@ def test_log_of_an_earlier_run_is_not_taken_for_this_one(servers: Servers) -> No
 def test_likely_reason(log: str, reason: str | None) -> None:
     found = likely_reason(log)
     assert found is None if reason is None else found and found.startswith(reason)
-
-
-def test_session_members_ignores_other_sessions() -> None:
-    assert os.getpid() in session_members(os.getsid(0))
-    assert session_members(2**22 + 1) == []
