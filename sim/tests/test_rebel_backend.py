@@ -2,7 +2,6 @@
 """The ``rbln`` backend: graphs on the host over the simulated device's memory."""
 
 # Standard
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -12,6 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+# First Party
+from rbln_sim.pytest_plugin import RunPython
+
 pytest.importorskip("rebel._device", reason="tests the simulator itself")
 
 # Third Party
@@ -20,7 +22,6 @@ from rebel.core.torch_compile import rbln_backend
 
 pytestmark = pytest.mark.sim
 
-RunPython = Callable[..., subprocess.CompletedProcess[str]]
 DEVICES = [f"rbln:{index}" for index in range(torch.rbln.device_count())]
 
 
@@ -270,8 +271,8 @@ print("in order")
 
 
 @pytest.mark.parametrize("seed", ["1", "2"])
-def test_a_graph_runs_behind_queued_copies(seed: str, run_python: RunPython) -> None:
-    result = run_python(_DEFERRED, RBLN_SIM_DEFERRED="1", RBLN_SIM_SEED=seed)
+def test_a_graph_runs_behind_queued_copies(seed: str, rbln_sim_run: RunPython) -> None:
+    result = rbln_sim_run(_DEFERRED, RBLN_SIM_DEFERRED="1", RBLN_SIM_SEED=seed)
     assert result.stdout.endswith("in order\n"), result.stderr
 
 

@@ -94,7 +94,7 @@ def test_greedy_tokens_are_those_of_transformers(
     eager: bool,
     dynamic: bool,
     tmp_path: Path,
-    child_environment: dict[str, str],
+    rbln_sim_environment: dict[str, str],
 ) -> None:
     model = make_model(kind, tmp_path)
     work = {
@@ -119,7 +119,7 @@ def test_greedy_tokens_are_those_of_transformers(
     result = subprocess.run(
         [sys.executable, "serve.py", "work.json", "result.json"],
         cwd=tmp_path,
-        env=child_environment | settings,
+        env=rbln_sim_environment | settings,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

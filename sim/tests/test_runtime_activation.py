@@ -2,7 +2,6 @@
 """Opting in to the simulator, and being refused."""
 
 # Standard
-from collections.abc import Callable
 from pathlib import Path
 import os
 import subprocess
@@ -12,10 +11,10 @@ import sys
 import pytest
 
 # First Party
+from rbln_sim.pytest_plugin import RunPython
 from rbln_sim import activation, cli
 import rbln_sim
 
-RunPython = Callable[..., subprocess.CompletedProcess[str]]
 pytestmark = pytest.mark.sim
 
 
@@ -40,8 +39,8 @@ def test_environment_leads_to_library_and_package() -> None:
     assert (activation.site_folder() / "rebel" / "__init__.py").is_file()
 
 
-def test_nothing_finds_the_simulator_without_opting_in(run_python: RunPython) -> None:
-    done = run_python(
+def test_nothing_finds_the_simulator_without_opting_in(rbln_sim_run: RunPython) -> None:
+    done = rbln_sim_run(
         """
         import rbln_sim, importlib.util, sys
         assert importlib.util.find_spec("rebel") is None
@@ -53,8 +52,8 @@ def test_nothing_finds_the_simulator_without_opting_in(run_python: RunPython) ->
     assert done.returncode == 0, done.stderr
 
 
-def test_activate_works_inside_the_process(run_python: RunPython) -> None:
-    done = run_python(
+def test_activate_works_inside_the_process(rbln_sim_run: RunPython) -> None:
+    done = rbln_sim_run(
         """
         import rbln_sim
         rbln_sim.activate()
@@ -67,8 +66,8 @@ def test_activate_works_inside_the_process(run_python: RunPython) -> None:
     assert done.stdout == "True RBLN-CR03\n", done.stderr
 
 
-def test_activate_after_torch_is_refused(run_python: RunPython) -> None:
-    done = run_python(
+def test_activate_after_torch_is_refused(rbln_sim_run: RunPython) -> None:
+    done = rbln_sim_run(
         "import torch, rbln_sim\nrbln_sim.activate()",
         TORCH_DEVICE_BACKEND_AUTOLOAD="0",
     )
@@ -76,9 +75,9 @@ def test_activate_after_torch_is_refused(run_python: RunPython) -> None:
 
 
 def test_a_wrong_setting_stops_activation_and_changes_nothing(
-    run_python: RunPython,
+    rbln_sim_run: RunPython,
 ) -> None:
-    done = run_python(
+    done = rbln_sim_run(
         """
         import os, rbln_sim
         before = dict(os.environ)
@@ -98,11 +97,11 @@ def test_a_wrong_setting_stops_activation_and_changes_nothing(
 
 @pytest.mark.parametrize("command", ["exec", "doctor"])
 def test_a_real_runtime_is_refused(
-    command: str, tmp_path: Path, child_environment: dict[str, str]
+    command: str, tmp_path: Path, rbln_sim_environment: dict[str, str]
 ) -> None:
     _pretend_real_runtime(tmp_path)
-    environment = child_environment | {
-        "PYTHONPATH": f"{child_environment['PYTHONPATH']}{os.pathsep}{tmp_path}"
+    environment = rbln_sim_environment | {
+        "PYTHONPATH": f"{rbln_sim_environment['PYTHONPATH']}{os.pathsep}{tmp_path}"
     }
     words = ["--", "true"] if command == "exec" else []
     done = subprocess.run(
@@ -115,13 +114,13 @@ def test_a_real_runtime_is_refused(
     assert "rebel-compiler 0.12.0 is installed" in done.stderr
 
 
-def test_exec_runs_the_command(child_environment: dict[str, str]) -> None:
-    del child_environment["LD_LIBRARY_PATH"]
+def test_exec_runs_the_command(rbln_sim_environment: dict[str, str]) -> None:
+    del rbln_sim_environment["LD_LIBRARY_PATH"]
     code = "import sys, torch; torch.rbln.synchronize(); print(sys.argv); sys.exit(7)"
     done = subprocess.run(
         [sys.executable, "-m", "rbln_sim.cli", "exec", "--"]
         + [sys.executable, "-c", code, "--", "-x"],
-        env=child_environment,
+        env=rbln_sim_environment,
         capture_output=True,
         text=True,
     )
@@ -139,10 +138,10 @@ def test_exec_says_what_is_wrong(
     assert "rbln-sim exec: " in "".join(capfd.readouterr())
 
 
-def test_doctor_is_content(child_environment: dict[str, str]) -> None:
+def test_doctor_is_content(rbln_sim_environment: dict[str, str]) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "rbln_sim.cli", "doctor"],
-        env=child_environment | {"RBLN_SIM_SEED": "7"},
+        env=rbln_sim_environment | {"RBLN_SIM_SEED": "7"},
         capture_output=True,
         text=True,
     )
@@ -150,13 +149,13 @@ def test_doctor_is_content(child_environment: dict[str, str]) -> None:
     assert done.stdout.endswith("OK\n")
     for text in ("RBLN_SIM_SEED=7", "\nknown:", "\nassumed:", "\nunsupported:"):
         assert text in done.stdout
-    assert not Path(child_environment["RBLN_SIM_STATE_DIR"]).exists()
+    assert not Path(rbln_sim_environment["RBLN_SIM_STATE_DIR"]).exists()
 
 
-def test_doctor_fails_on_a_wrong_setting(child_environment: dict[str, str]) -> None:
+def test_doctor_fails_on_a_wrong_setting(rbln_sim_environment: dict[str, str]) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "rbln_sim.cli", "doctor"],
-        env=child_environment | {"RBLN_SIM_FAULTS": "copy:1:fail"},
+        env=rbln_sim_environment | {"RBLN_SIM_FAULTS": "copy:1:fail"},
         capture_output=True,
         text=True,
     )

@@ -2,19 +2,17 @@
 """Device memory through the real torch-rbln: copies, residency, counters, limits."""
 
 # Standard
-from collections.abc import Callable
 from typing import Any
 import ctypes
-import subprocess
 
 # Third Party
 import pytest
 import torch
 
 # First Party
+from rbln_sim.pytest_plugin import RunPython
 from rbln_sim.activation import library_path
 
-RunPython = Callable[..., subprocess.CompletedProcess[str]]
 pytestmark = [pytest.mark.sim, pytest.mark.npu]
 MIB = 1 << 20
 
@@ -219,8 +217,8 @@ def test_a_bound_tensor_takes_its_layout_from_another() -> None:
     assert _same_bytes(cache[4:8], staging)
 
 
-def test_out_of_memory_is_an_error_and_is_counted(run_python: RunPython) -> None:
-    done = run_python(
+def test_out_of_memory_is_an_error_and_is_counted(rbln_sim_run: RunPython) -> None:
+    done = rbln_sim_run(
         """
         import torch
         cache = torch.empty(600 << 20, dtype=torch.uint8, device="rbln")
@@ -243,8 +241,8 @@ def test_out_of_memory_is_an_error_and_is_counted(run_python: RunPython) -> None
     assert "out of device memory: 629145600 bytes asked for" in done.stderr
 
 
-def test_eager_allocation_takes_memory_at_once(run_python: RunPython) -> None:
-    done = run_python(
+def test_eager_allocation_takes_memory_at_once(rbln_sim_run: RunPython) -> None:
+    done = rbln_sim_run(
         """
         import torch
         tensor = torch.empty(1 << 20, dtype=torch.uint8, device="rbln")
@@ -255,8 +253,8 @@ def test_eager_allocation_takes_memory_at_once(run_python: RunPython) -> None:
     assert done.stdout == f"{MIB}\n", done.stderr
 
 
-def test_memory_is_committed_where_it_is_used(run_python: RunPython) -> None:
-    done = run_python(
+def test_memory_is_committed_where_it_is_used(rbln_sim_run: RunPython) -> None:
+    done = rbln_sim_run(
         """
         import resource, torch
         cache = torch.empty(12 << 30, dtype=torch.uint8, device="rbln")
@@ -269,8 +267,8 @@ def test_memory_is_committed_where_it_is_used(run_python: RunPython) -> None:
     assert int(done.stdout) < 2 << 20, done.stderr
 
 
-def test_a_device_address_is_not_host_memory(run_python: RunPython) -> None:
-    done = run_python(
+def test_a_device_address_is_not_host_memory(rbln_sim_run: RunPython) -> None:
+    done = rbln_sim_run(
         """
         import ctypes, torch
         tensor = torch.ones(4, device="rbln")
@@ -305,8 +303,8 @@ def test_a_use_after_free_does_not_reach_a_newer_tensor() -> None:
     assert address not in [tensor.data_ptr() for tensor in newer]
 
 
-def test_a_logical_device_may_span_npus(run_python: RunPython) -> None:
-    done = run_python(
+def test_a_logical_device_may_span_npus(rbln_sim_run: RunPython) -> None:
+    done = rbln_sim_run(
         """
         import torch
         properties = torch.rbln.get_device_properties(0)

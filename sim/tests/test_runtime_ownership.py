@@ -3,8 +3,6 @@
 
 # Standard
 from collections.abc import Callable, Iterator
-from pathlib import Path
-import json
 import subprocess
 import sys
 import textwrap
@@ -12,13 +10,15 @@ import textwrap
 # Third Party
 import pytest
 
-RunPython = Callable[..., subprocess.CompletedProcess[str]]
+# First Party
+from rbln_sim.pytest_plugin import Open, RunPython
+
 pytestmark = pytest.mark.sim
 USE = "import torch; torch.rbln.synchronize(); print('used')"
 
 
 @pytest.fixture
-def holder(child_environment: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
+def holder(rbln_sim_environment: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
     """A process that holds the machine's NPUs until it is killed."""
     code = """
         import sys, torch
@@ -28,7 +28,7 @@ def holder(child_environment: dict[str, str]) -> Iterator[subprocess.Popen[str]]
     """
     process = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(code)],
-        env=child_environment | {"RBLN_SIM_DEVICES": "2"},
+        env=rbln_sim_environment | {"RBLN_SIM_DEVICES": "2"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -41,9 +41,9 @@ def holder(child_environment: dict[str, str]) -> Iterator[subprocess.Popen[str]]
 
 
 def test_a_held_npu_counts_but_cannot_be_used(
-    holder: subprocess.Popen[str], run_python: RunPython
+    holder: subprocess.Popen[str], rbln_sim_run: RunPython
 ) -> None:
-    done = run_python(
+    done = rbln_sim_run(
         """
         import torch
         print(torch.rbln.is_available(), torch.rbln.device_count(),
@@ -62,39 +62,33 @@ def test_a_held_npu_counts_but_cannot_be_used(
 
 
 def test_an_npu_is_free_when_its_holder_is_killed(
-    holder: subprocess.Popen[str], run_python: RunPython
+    holder: subprocess.Popen[str], rbln_sim_run: RunPython
 ) -> None:
-    assert run_python(USE).returncode != 0
+    assert rbln_sim_run(USE).returncode != 0
     holder.kill()
     holder.wait()
-    assert run_python(USE).stdout == "used\n"
+    assert rbln_sim_run(USE).stdout == "used\n"
 
 
+@pytest.mark.rbln_sim(devices=3)
 def test_visible_devices_choose_what_is_opened(
-    run_python: RunPython, tmp_path: Path
+    rbln_sim_run: RunPython, rbln_sim_opens: Callable[[], list[Open]]
 ) -> None:
-    log = tmp_path / "opens"
     for visible in ("1", "2,0"):
-        done = run_python(
-            USE,
-            RBLN_SIM_DEVICES="3",
-            RBLN_VISIBLE_DEVICES=visible,
-            RBLN_SIM_OPEN_LOG=str(log),
-        )
+        done = rbln_sim_run(USE, RBLN_VISIBLE_DEVICES=visible)
         assert done.stdout == "used\n", done.stderr
-    opens = [json.loads(line) for line in log.read_text().splitlines()]
-    assert sorted(entry["npu"] for entry in opens[:1]) == [1]
-    assert sorted(entry["npu"] for entry in opens[1:]) == [0, 2]
-    assert opens[1]["pid"] == opens[2]["pid"] != opens[0]["pid"]
-    assert opens[0]["time"] <= opens[1]["time"]
-    assert "torch.rbln.synchronize()" in opens[0]["argv"]
+    opens = rbln_sim_opens()
+    assert [entry.npu for entry in opens[:1]] == [1]
+    assert sorted(entry.npu for entry in opens[1:]) == [0, 2]
+    assert opens[1].pid == opens[2].pid != opens[0].pid
+    assert opens[0].time <= opens[1].time
+    assert "torch.rbln.synchronize()" in opens[0].argv
 
 
 def test_looking_opens_nothing_and_using_opens(
-    run_python: RunPython, tmp_path: Path
+    rbln_sim_run: RunPython, rbln_sim_opens: Callable[[], list[Open]]
 ) -> None:
-    log = tmp_path / "opens"
-    done = run_python(
+    done = rbln_sim_run(
         """
         import os, torch
         assert torch.rbln.is_available()
@@ -117,16 +111,15 @@ def test_looking_opens_nothing_and_using_opens(
                 use()
                 os._exit(0)
             assert os.waitpid(child, 0)[1] == 0
-        """,
-        RBLN_SIM_OPEN_LOG=str(log),
+        """
     )
     assert done.returncode == 0, done.stderr
-    opens = [json.loads(line)["pid"] for line in log.read_text().splitlines()]
+    opens = [entry.pid for entry in rbln_sim_opens()]
     assert len(opens) == len(set(opens)) == 5
 
 
-def test_a_fork_of_an_owner_cannot_use_the_npu(run_python: RunPython) -> None:
-    done = run_python(
+def test_a_fork_of_an_owner_cannot_use_the_npu(rbln_sim_run: RunPython) -> None:
+    done = rbln_sim_run(
         """
         import os, torch
         tensor = torch.arange(4).to("rbln")
@@ -144,8 +137,8 @@ def test_a_fork_of_an_owner_cannot_use_the_npu(run_python: RunPython) -> None:
     assert "rbln_memcpy_v2h: this process was forked from process" in done.stderr
 
 
-def test_a_fork_before_the_first_use_can(run_python: RunPython) -> None:
-    done = run_python(
+def test_a_fork_before_the_first_use_can(rbln_sim_run: RunPython) -> None:
+    done = rbln_sim_run(
         """
         import os, torch
         assert torch.rbln.is_available()
@@ -159,8 +152,8 @@ def test_a_fork_before_the_first_use_can(run_python: RunPython) -> None:
     assert done.stdout == "0\n", done.stderr
 
 
-def test_a_wrong_choice_of_devices_is_named(run_python: RunPython) -> None:
-    done = run_python(
+def test_a_wrong_choice_of_devices_is_named(rbln_sim_run: RunPython) -> None:
+    done = rbln_sim_run(
         """
         import torch
         print(torch.rbln.is_available(), torch.rbln.device_count())

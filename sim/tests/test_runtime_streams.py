@@ -2,15 +2,15 @@
 """Streams, events and pinned memory through the real torch-rbln."""
 
 # Standard
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-import subprocess
 
 # Third Party
 import pytest
 import torch
 
-RunPython = Callable[..., subprocess.CompletedProcess[str]]
+# First Party
+from rbln_sim.pytest_plugin import RunPython
+
 pytestmark = [pytest.mark.sim, pytest.mark.npu]
 
 # Code for a process in deferred mode: 100 bound rows of ones and pinned rows of zeros.
@@ -34,8 +34,8 @@ def start(rows, down=True):
 POISON = 0xA5
 
 
-def _run_deferred(run_python: RunPython, code: str) -> list[str]:
-    done = run_python(DEFERRED + code, RBLN_SIM_DEFERRED="1")
+def _run_deferred(rbln_sim_run: RunPython, code: str) -> list[str]:
+    done = rbln_sim_run(DEFERRED + code, RBLN_SIM_DEFERRED="1")
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
 
@@ -88,7 +88,7 @@ def test_events() -> None:
     assert stream.query()
 
 
-def test_a_copy_is_there_after_the_wait(run_python: RunPython) -> None:
+def test_a_copy_is_there_after_the_wait(rbln_sim_run: RunPython) -> None:
     code = """
 def spin():
     while not stream.query(): pass
@@ -105,10 +105,10 @@ for wait in (
     wait()
     print(pinned.sum().item())
 """
-    assert _run_deferred(run_python, code) == [str(3 * 4096)] * 6
+    assert _run_deferred(rbln_sim_run, code) == [str(3 * 4096)] * 6
 
 
-def test_a_missing_wait_shows(run_python: RunPython) -> None:
+def test_a_missing_wait_shows(rbln_sim_run: RunPython) -> None:
     code = f"""
 start(100)
 print(bool(pinned[99].any()), stream.query())
@@ -119,11 +119,11 @@ print(sorted(values | set(pinned[:, 4095].tolist())) == [0, 1, {POISON}])
 print(pinned.sum().item())
 """
     want = ["False", "False", "True", str(100 * 4096)]
-    assert _run_deferred(run_python, code) == want
+    assert _run_deferred(rbln_sim_run, code) == want
 
 
 def test_an_event_recorded_before_the_copies_does_not_cover_them(
-    run_python: RunPython,
+    rbln_sim_run: RunPython,
 ) -> None:
     code = """
 start(1)
@@ -132,11 +132,11 @@ start(100)
 event.synchronize()
 print(bool(pinned[0].all()), bool(pinned[99].any()), stream.query())
 """
-    assert _run_deferred(run_python, code) == ["True", "False", "False"]
+    assert _run_deferred(rbln_sim_run, code) == ["True", "False", "False"]
 
 
 def test_a_synchronous_copy_waits_for_its_own_stream_only(
-    run_python: RunPython,
+    rbln_sim_run: RunPython,
 ) -> None:
     code = """
 start(100, down=False)
@@ -144,10 +144,10 @@ print(bool(device[99].cpu().any()), stream.query())
 with torch.rbln.stream(stream):
     print(bool(device[99].cpu().any()), stream.query())
 """
-    assert _run_deferred(run_python, code) == ["True", "False", "False", "True"]
+    assert _run_deferred(rbln_sim_run, code) == ["True", "False", "False", "True"]
 
 
-def test_freeing_a_tensor_in_flight_is_safe(run_python: RunPython) -> None:
+def test_freeing_a_tensor_in_flight_is_safe(rbln_sim_run: RunPython) -> None:
     code = """
 start(100)
 held = torch.rbln.memory_allocated()
@@ -156,10 +156,10 @@ print(torch.rbln.memory_allocated() == held > 0)
 stream.synchronize()
 print(pinned.sum().item(), torch.rbln.memory_allocated())
 """
-    assert _run_deferred(run_python, code) == ["True", str(100 * 4096), "0"]
+    assert _run_deferred(rbln_sim_run, code) == ["True", str(100 * 4096), "0"]
 
 
-def test_streams_and_events_dropped_in_flight(run_python: RunPython) -> None:
+def test_streams_and_events_dropped_in_flight(rbln_sim_run: RunPython) -> None:
     code = """
 start(3)
 event = stream.record_event()
@@ -168,7 +168,7 @@ del stream, event
 other.synchronize()
 print(pinned.sum().item())
 """
-    assert _run_deferred(run_python, code) == [str(3 * 4096)]
+    assert _run_deferred(rbln_sim_run, code) == [str(3 * 4096)]
 
 
 def test_copies_of_many_threads_and_streams() -> None:
@@ -192,5 +192,5 @@ def test_copies_of_many_threads_and_streams() -> None:
         assert all(pool.map(store, range(8)))
 
 
-def test_a_process_ends_with_work_in_flight(run_python: RunPython) -> None:
-    assert _run_deferred(run_python, 'start(100)\nprint("end")') == ["end"]
+def test_a_process_ends_with_work_in_flight(rbln_sim_run: RunPython) -> None:
+    assert _run_deferred(rbln_sim_run, 'start(100)\nprint("end")') == ["end"]
