@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a test of a backend does, with a test double for the backend.
+
+Every scenario compares bytes and raises when they differ; what the simulator refuses
+raises by itself. Each is made for the last NPU, so that a wrong index shows.
+"""
+
+# Standard
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+import random
+import threading
+
+# Third Party
+import torch
+
+# First Party
+from sim.tests.doubles.addresses import AddressCache, Runtime
+from sim.tests.doubles.bugs import Bug
+from sim.tests.doubles.pipeline import Pipeline, make_buffers
+
+POISON = 0xA5
+LAYERS, BLOCKS, SLOTS, WIDTH = 2, 8, 2, 16
+# The ones that the forward writes last, and not in order.
+STORED = (7, 5, 6)
+
+
+class WrongBytesError(AssertionError):
+    """Bytes are not those wanted."""
+
+
+class Engine:
+    """A KV cache on one NPU, and the forward that writes it.
+
+    Leaving its ``with`` block waits for its NPU, so that what a mistake left in flight
+    does not write into memory that the scenario gives back.
+
+    Args:
+        seed: Of the values.
+        heads: Heads per block.
+    """
+
+    def __init__(self, seed: int, heads: int = 2) -> None:
+        self._random = torch.Generator().manual_seed(seed)
+        self._shape = (BLOCKS, heads, SLOTS, WIDTH)
+        self.device = torch.device("rbln", torch.rbln.device_count() - 1)
+        self.compute = torch.rbln.Stream(self.device)
+        self.layers = []
+        for _ in range(LAYERS):
+            layer = torch.empty(self._shape, dtype=torch.uint8, device=self.device)
+            torch.rbln.bind_device_memory(layer)
+            layer.copy_(torch.zeros(self._shape, dtype=torch.uint8))
+            self.layers.append(layer)
+        self._computed: list[torch.Tensor] = []
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        torch.rbln.synchronize(self.device)
+
+    def values(self) -> list[torch.Tensor]:
+        """Return random contents for all layers, none of them zero."""
+        return [
+            torch.randint(
+                1, 256, self._shape, dtype=torch.uint8, generator=self._random
+            )
+            for _ in self.layers
+        ]
+
+    def forward(self, values: list[torch.Tensor]) -> Any:
+        """Write all blocks, in order, and return the event behind them."""
+        done = torch.rbln.Event()
+        pinned = [layer.pin_memory() for layer in values]
+        self._computed += pinned
+        with torch.rbln.stream(self.compute):
+            for block in range(BLOCKS):
+                for layer, new in zip(self.layers, pinned, strict=True):
+                    layer[block].copy_(new[block], non_blocking=True)
+        done.record(self.compute)
+        return done
+
+    def buffers(self) -> list[torch.Tensor]:
+        """Return staging buffers for its blocks."""
+        return make_buffers(self.layers[0][0])
+
+    def chunk(self, pinned: bool = False) -> torch.Tensor:
+        """Return room for the stored blocks."""
+        tokens = len(STORED) * SLOTS
+        shape = (LAYERS, tokens, self._shape[1], WIDTH)
+        return torch.zeros(shape, dtype=torch.uint8, pin_memory=pinned)
+
+    def store(self, pipeline: Pipeline, forward_done: Any) -> torch.Tensor:
+        """Gather on a stream of its own behind the forward, as store threads do."""
+        chunk = self.chunk()
+        stream = torch.rbln.Stream(self.device)
+        with torch.rbln.stream(stream):
+            if forward_done is not None:
+                stream.wait_event(forward_done)
+            pipeline.gather(self.layers, STORED, chunk)
+        return chunk
+
+
+def chunk_of(values: list[torch.Tensor]) -> torch.Tensor:
+    """Return the chunk of the stored blocks, one token and head at a time."""
+    heads = values[0].shape[1]
+    chunk = torch.empty((LAYERS, len(STORED) * SLOTS, heads, WIDTH), dtype=torch.uint8)
+    for layer, content in enumerate(values):
+        for position, block in enumerate(STORED):
+            for slot in range(SLOTS):
+                for head in range(heads):
+                    token = position * SLOTS + slot
+                    chunk[layer, token, head] = content[block, head, slot]
+    return chunk
+
+
+def compare(got: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
+    """Raise unless the bytes are equal, and say how much of it is poison."""
+    if torch.equal(got, wanted):
+        return
+    wrong = got[got != wanted]
+    raise WrongBytesError(
+        f"{what}: {wrong.numel()} of {wanted.numel()} bytes are wrong, "
+        f"{int((wrong == POISON).sum())} of them poison"
+    )
+
+
+def store(bug: Bug | None, seed: int) -> None:
+    """A thread stores what the second of two forwards wrote."""
+    with Engine(seed) as engine, ThreadPoolExecutor(1) as thread:
+        old, new = engine.values(), engine.values()
+        before = engine.forward(old)
+        before.synchronize()
+        done: Any = engine.forward(new)
+        if bug is Bug.NO_WAIT_FOR_FORWARD:
+            done = None
+        if bug is Bug.WAIT_FOR_WRONG_EVENT:
+            done = before
+        pipeline = Pipeline(engine.buffers(), bug)
+        chunk = thread.submit(engine.store, pipeline, done).result()
+        compare(chunk, chunk_of(new), "the chunk")
+
+
+def two_stores(bug: Bug | None, seed: int) -> None:
+    """Two threads store two KV caches at once and read in step."""
+    with (
+        Engine(seed) as one,
+        Engine(seed + 1000) as other,
+        ThreadPoolExecutor(2) as threads,
+    ):
+        buffers = [one.buffers(), other.buffers()]
+        if bug is Bug.SHARED_STAGING:
+            buffers = [buffers[0], buffers[0]]
+        in_step = threading.Barrier(2, timeout=30)
+
+        def run(engine: Engine, staging: list[torch.Tensor]) -> None:
+            pipeline = Pipeline(staging, bug, before_read=in_step.wait)
+            values = engine.values()
+            chunk = engine.store(pipeline, engine.forward(values))
+            compare(chunk, chunk_of(values), "the chunk of a thread")
+
+        list(threads.map(run, [one, other], buffers))
+
+
+def failed_store(bug: Bug | None, seed: int) -> None:
+    """A store fails between two copies; the next user gets its buffers."""
+    with Engine(seed) as engine:
+        pool = engine.buffers()
+        done = engine.forward(engine.values())
+        stream = torch.rbln.Stream(engine.device)
+        with torch.rbln.stream(stream):
+            stream.wait_event(done)
+            try:
+                Pipeline(pool, bug).gather(
+                    engine.layers, [STORED[0], BLOCKS], engine.chunk()
+                )
+            except IndexError:
+                pass  # there is no such block
+            else:
+                raise WrongBytesError("a block was stored that does not exist")
+        for buffer in pool:
+            buffer.fill_(7)
+        torch.rbln.synchronize(engine.device)
+        for buffer in pool:
+            compare(buffer, torch.full_like(buffer, 7), "a buffer of the next user")
+
+
+def load(bug: Bug | None, seed: int) -> None:
+    """Blocks are restored behind a forward, on its stream."""
+    with Engine(seed) as engine:
+        _load(engine, bug, pinned=False)
+
+
+def direct_load(bug: Bug | None, seed: int) -> None:
+    """Blocks of one head are restored straight from the chunk, which is then reused."""
+    with Engine(seed, heads=1) as engine:
+        _load(engine, bug, pinned=True)
+
+
+def _load(engine: Engine, bug: Bug | None, pinned: bool) -> None:
+    restored, computed = engine.values(), engine.values()
+    chunk = engine.chunk(pinned)
+    chunk.copy_(chunk_of(restored))
+    pipeline = Pipeline(engine.buffers(), bug)
+    engine.forward(computed)
+    with torch.rbln.stream(engine.compute):
+        pipeline.scatter(engine.layers, STORED, chunk)
+    chunk.fill_(0)
+    torch.rbln.synchronize(engine.device)
+    for layer, old, new in zip(engine.layers, computed, restored, strict=True):
+        wanted = old.clone()
+        for block in STORED:
+            wanted[block] = new[block]
+        compare(layer.cpu(), wanted, "a layer")
+
+
+def addresses(bug: Bug | None, seed: int) -> None:
+    """A backend that works on addresses, and whose KV cache moves once."""
+    chance = random.Random(seed)
+    # The end of the last block is the end of its allocation.
+    table = [BLOCKS - 1, 2, 0]
+    device = torch.rbln.device_count() - 1
+    torch.rbln.synchronize(device)  # opens the NPU
+    caches = [[chance.randbytes(4096) for _ in range(BLOCKS)] for _ in range(2)]
+    cache = AddressCache(Runtime(), device, caches[0], bug)
+    _compare_blocks(cache.gather(table), [caches[0][block] for block in table])
+    cache.reallocate(caches[1])
+    _compare_blocks(cache.last_gather(table), [caches[1][block] for block in table])
+
+
+def _compare_blocks(got: bytes, wanted: list[bytes]) -> None:
+    if got != b"".join(wanted):
+        raise WrongBytesError("the gathered blocks are wrong")
+
+
+SCENARIOS: dict[str, Callable[[Bug | None, int], None]] = {
+    "store": store,
+    "two stores": two_stores,
+    "failed store": failed_store,
+    "load": load,
+    "direct load": direct_load,
+    "addresses": addresses,
+}
