@@ -29,7 +29,12 @@ _EXCEPTION_LINE = re.compile(
     r"\b([A-Z]\w*(?:Error|Exception)\b: .+)|^\S+: (error: .+)$"
 )
 # Says that something failed, never what.
-_UNHELPFUL = ("Engine core initialization failed", "cancelled", "EngineDeadError")
+_UNHELPFUL = (
+    "Engine core initialization failed",
+    "EngineCore encountered an issue",
+    "EngineDeadError",
+    "cancelled",
+)
 # The simulated runtime's own word on a call that it refused.
 _REFUSAL_LINE = re.compile(r"(\[rbln-sim\] .+)")
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -154,6 +159,10 @@ class ServerProcess:
             return self._started().wait(timeout_s)
         except subprocess.TimeoutExpired:
             raise self.failure(f"still runs after {timeout_s:.0f} s") from None
+
+    def ends_within(self, timeout_s: float) -> bool:
+        """Whether the leader ends within ``timeout_s`` seconds."""
+        return _wait_until(lambda: not self.is_running(), timeout_s)
 
     def check_running(self) -> None:
         """Refuse to go on with a dead server.

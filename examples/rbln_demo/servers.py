@@ -316,9 +316,10 @@ class Engine:
             return client.complete_together(
                 self.port, self.served_name, prompts, max_tokens
             )
-        except client.RequestFailedError:
-            # The death of the server explains more than a lost connection.
-            self.process.check_running()
+        except client.RequestFailedError as error:
+            # A dying server fails its requests first; its log says why.
+            if self.process.ends_within(5.0):
+                raise self.process.failure(f"died: {error}") from error
             raise
 
     def stop(self) -> None:

@@ -103,6 +103,7 @@ def test_server_that_is_never_ready_is_reported(servers: Servers) -> None:
     server = servers.start(SERVE)
     with pytest.raises(ServerFailedError, match="was not ready after 0 s"):
         server.wait_ready(lambda: False, 0.0)
+    assert not server.ends_within(0.0)
     assert server.is_running(), "stopping it is the caller's business"
 
 
@@ -182,7 +183,7 @@ def test_kill_ends_the_whole_session(servers: Servers) -> None:
 
 def test_check_running_notices_a_death(servers: Servers) -> None:
     server = servers.start("import sys; sys.exit(7)")
-    server.wait_ended(10.0)
+    assert server.ends_within(10.0)
     with pytest.raises(ServerFailedError, match="ended with status 7"):
         server.check_running()
 
