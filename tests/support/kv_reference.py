@@ -196,6 +196,9 @@ def transfer(
         case.engine_kv_format,
         skip_blocks,
     )
+    if layers[0].device.type == "rbln" and hasattr(torch.rbln, "current_stream"):
+        # Complete on return: LMCache frees and reuses chunks at once.
+        assert torch.rbln.current_stream(layers[0].device).query()
 
 
 def assert_same_bytes(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:

@@ -89,14 +89,15 @@ def _block_axis(cache: torch.Tensor) -> int:
     if cache.shape[1] != 2:
         return 1
     # vLLM-RBLN only answers while it builds a model, which is when the caches are
-    # registered. Stores ask again from other threads: they get the same answer.
+    # registered. Stores ask again from other threads, perhaps while another model is
+    # built: they get the first answer. New caches have a new storage.
     storage = cache.untyped_storage()
     key = storage._cdata
+    known = _known_axes.get(key)
+    if known is not None and known[0]() is storage:
+        return known[1]
     axis = _ask_vllm_rbln()
     if axis is None:
-        known = _known_axes.get(key)
-        if known is not None and known[0]() is storage:
-            return known[1]
         axis = _axis_setting()
     if axis is None:
         raise ValueError(
@@ -105,8 +106,9 @@ def _block_axis(cache: torch.Tensor) -> int:
             f"set {LAYOUT_ENV_VAR}=blocks_first (vLLM-RBLN's default) or kv_first "
             "(custom kernels), or give the cache more blocks"
         )
-    for stale in [k for k, (ref, _) in _known_axes.items() if ref() is None]:
-        _known_axes.pop(stale, None)
+    for address, (reference, _) in list(_known_axes.items()):
+        if reference() is None:
+            _known_axes.pop(address, None)
     _known_axes[key] = (weakref.ref(storage), axis)
     return axis
 

@@ -20,6 +20,7 @@ import os
 # First Party
 from lmcache.logging import init_logger
 from lmcache.v1.platform.base.device_spec import DeviceSpec
+from lmcache.v1.platform.devices._rbln_runtime import missing_runtime
 
 if TYPE_CHECKING:
     # First Party
@@ -55,8 +56,9 @@ class RblnDeviceSpec(DeviceSpec):
             # LMCache's CLI works without torch.
             pass
         except Exception as exc:
-            reason = _runtime_problem() or exc
-            raise RuntimeError(f"torch can't be imported: {reason}") from exc
+            raise RuntimeError(
+                f"torch can't be imported: {missing_runtime() or exc}"
+            ) from exc
 
     @property
     def device_type(self) -> str:
@@ -110,21 +112,6 @@ class RblnDeviceSpec(DeviceSpec):
         return False
 
 
-def _runtime_problem() -> Exception | None:
-    """Return torch-rbln's complaint about its runtime, or None if it has none."""
-    try:
-        # Third Party
-        from torch_rbln._internal.abi_check import check_librbln_abi
-        from torch_rbln._internal.rbln_runtime_lib import load_runtime_library
-    except ImportError:
-        return None
-    try:
-        check_librbln_abi(load_runtime_library())
-    except Exception as exc:
-        return exc
-    return None
-
-
 def _unavailable_reason() -> str | None:
     """Return why RBLN can't be used, or None if it can."""
     # Third Party
@@ -134,16 +121,16 @@ def _unavailable_reason() -> str | None:
     if rbln is None:
         if importlib.util.find_spec("torch_rbln") is None:
             return "torch_rbln is not installed; install torch-rbln and rebel-compiler"
+        missing = missing_runtime()
+        if missing is not None:
+            return f"torch-rbln lacks its runtime. {missing}"
         autoload = os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1")
         if autoload != "1":
             return (
                 "torch did not load torch_rbln because "
                 f"TORCH_DEVICE_BACKEND_AUTOLOAD={autoload}; unset it"
             )
-        return (
-            "torch did not load torch_rbln; run `python -m torch_rbln.diagnose`, its "
-            "runtime (rebel-compiler) may be missing"
-        )
+        return "torch did not load torch_rbln; run `python -m torch_rbln.diagnose`"
     try:
         if rbln.is_available():
             return None

@@ -9,8 +9,9 @@ moves. All other operations are LMCache's torch baseline.
 from __future__ import annotations
 
 # Standard
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar, TypeVar
+import operator
 
 # Third Party
 import torch
@@ -26,6 +27,10 @@ from lmcache.v1.platform.devices.rbln.kv_layout import (
     resolve_block_views,
 )
 from lmcache.v1.platform.ops_types import PageBufferShapeDesc
+
+
+#: A native enum; what it offers is not known to type checkers.
+_Enum = TypeVar("_Enum", bound=Any)
 
 
 class RblnDeviceOps(DeviceOps):
@@ -80,28 +85,33 @@ class RblnDeviceOps(DeviceOps):
         """
         layers = _require_tensors(paged_buffer_ptrs_tensor, "KV layers")
         chunks = _require_tensors(lmcache_objects_ptrs, "chunks")
-        geometry, block_views = resolve_block_views(layers, engine_kv_format)
+        chunk_size = _whole_number(lmcache_chunk_size, "lmcache_chunk_size")
+        skip_blocks = _whole_number(skip_prefix_n_blocks, "skip_prefix_n_blocks")
+        kv_format = _enum(EngineKVFormat, engine_kv_format, "engine_kv_format")
+        gathers = (
+            _enum(TransferDirection, direction, "direction") == TransferDirection.D2H
+        )
+        geometry, block_views = resolve_block_views(layers, kv_format)
         _require_device(geometry, device)
         _require_shape_desc(geometry, shape_desc, block_views[0])
-        _require_chunks(geometry, chunks, lmcache_chunk_size)
-        chunk_blocks = _split_block_ids(geometry, chunks, block_ids, lmcache_chunk_size)
-        if skip_prefix_n_blocks < 0:
+        _require_chunks(geometry, chunks, chunk_size)
+        chunk_blocks = _split_block_ids(geometry, chunks, block_ids, chunk_size)
+        if skip_blocks < 0:
             raise ValueError(
-                f"skip_prefix_n_blocks={skip_prefix_n_blocks} is negative; pass 0 to "
-                "skip nothing"
+                f"skip_prefix_n_blocks={skip_blocks} is negative; pass 0 to skip "
+                "nothing"
             )
-        gathers = direction == TransferDirection.D2H
-        if not gathers and direction != TransferDirection.H2D:
-            raise ValueError(f"direction {direction!r} is neither D2H nor H2D")
-        if not gathers:
-            _require_distinct(chunk_blocks, skip_prefix_n_blocks)
+        if gathers:
+            _require_writable(chunks)
+        else:
+            _require_distinct(chunk_blocks, skip_blocks)
 
         pieces = plan_pieces(
             geometry,
             block_views[0].stride(),
             [_tokens(chunk) for chunk in chunks],
             chunk_blocks,
-            skip_prefix_n_blocks,
+            skip_blocks,
             kv_transfer.max_piece_elements(geometry),
         )
         move = kv_transfer.gather if gathers else kv_transfer.scatter
@@ -119,25 +129,55 @@ def _tokens(chunk: torch.Tensor) -> int:
 
 def _require_tensors(operands: object, what: str) -> list[torch.Tensor]:
     """Refuse everything but a sequence of tensors."""
-    if isinstance(operands, Sequence):
-        tensors = [item for item in operands if isinstance(item, torch.Tensor)]
-        if len(tensors) == len(operands):
-            return tensors
-    raise ValueError(
-        f"RBLN block transfer wants the {what} as a list of tensor operands, got "
-        f"{type(operands).__name__}; raw pointers are for backends with native kernels"
-    )
+    if not isinstance(operands, Sequence):
+        raise ValueError(
+            f"wanted the {what} as a list of tensors, got {type(operands).__name__}"
+        )
+    tensors = []
+    for index, item in enumerate(operands):
+        if not isinstance(item, torch.Tensor):
+            raise ValueError(
+                f"wanted the {what} as tensors, got {type(item).__name__} at index "
+                f"{index}; RBLN has no use for addresses"
+            )
+        tensors.append(item)
+    return tensors
+
+
+def _whole_number(value: object, name: str) -> int:
+    """Return a whole number, numpy's included, or refuse the value."""
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        pass
+    raise ValueError(f"{name} wants a whole number, got {value!r}")
+
+
+def _enum(kind: type[_Enum], value: object, name: str) -> _Enum:
+    """Return a member of one of LMCache's enums, also from its number."""
+    for member in kind.__members__.values():
+        if value == member or (isinstance(value, int) and value == int(member)):
+            return member
+    known = ", ".join(kind.__members__)
+    raise ValueError(f"{name} {value!r} is none of {known}")
 
 
 def _require_device(geometry: KVGeometry, device: torch.device | str) -> None:
     """Refuse layers that are not on the device given."""
-    wanted = torch.device(device)
     got = geometry.device
     if got.type not in ("rbln", "cpu"):
         raise ValueError(
             f"RBLN block transfer wants KV layers on an rbln device, got {got}"
         )
-    if got.type != wanted.type or wanted.index not in (None, got.index):
+    try:
+        wanted = torch.device(device)
+    except (RuntimeError, TypeError) as exc:
+        raise ValueError(f"{device!r} is no device; pass that of the layers") from exc
+    index = wanted.index
+    if index is None and wanted.type == "rbln":
+        index = kv_transfer.torch_rbln().current_device()
+    if got.type != wanted.type or (got.type == "rbln" and index != got.index):
         raise ValueError(
             f"the KV layers are on {got} but the transfer is for {wanted}; pass the "
             "device of the layers"
@@ -148,14 +188,17 @@ def _require_shape_desc(
     geometry: KVGeometry, shape_desc: PageBufferShapeDesc, view: torch.Tensor
 ) -> None:
     """Refuse a descriptor that disagrees with the layers it describes."""
+    if not isinstance(shape_desc, PageBufferShapeDesc):
+        raise ValueError(f"shape_desc wants a PageBufferShapeDesc, got {shape_desc!r}")
+    # Zero or less: the blocks are as dense as their shape says.
     stride = int(getattr(shape_desc, "block_stride_elems", 0) or 0)
     facts = {
-        "kv_size": (shape_desc.kv_size, geometry.num_planes),
-        "nl": (shape_desc.nl, geometry.num_layers),
-        "nb": (shape_desc.nb, geometry.num_blocks),
-        "nh": (shape_desc.nh, geometry.num_heads),
         "bs": (shape_desc.bs, geometry.block_size),
+        "nb": (shape_desc.nb, geometry.num_blocks),
+        "nl": (shape_desc.nl, geometry.num_layers),
+        "nh": (shape_desc.nh, geometry.num_heads),
         "hs": (shape_desc.hs, geometry.head_size),
+        "kv_size": (shape_desc.kv_size, geometry.num_planes),
         "element_size": (shape_desc.element_size, geometry.dtype.itemsize),
         "block_stride_elems": (stride, view.stride(0) if stride > 0 else stride),
     }
@@ -163,7 +206,7 @@ def _require_shape_desc(
         if int(described) != actual:
             raise ValueError(
                 f"shape_desc.{name}={described} but the KV layers have {actual}; "
-                "the scheduler's block must be the block of the KV cache"
+                "describe the layers that are passed"
             )
 
 
@@ -204,6 +247,27 @@ def _require_chunks(
             )
 
 
+def _require_writable(chunks: Sequence[torch.Tensor]) -> None:
+    """Refuse chunks that a gather would write to more than once."""
+    seen: dict[int, int] = {}
+    for index, chunk in enumerate(chunks):
+        other = seen.setdefault(chunk.data_ptr(), index)
+        if other != index:
+            raise ValueError(
+                f"chunks {other} and {index} are the same memory; pass a chunk of its "
+                "own for each to gather into"
+            )
+        extent = 1
+        for stride, size in sorted(zip(chunk.stride(), chunk.shape, strict=True)):
+            if size > 1 and stride < extent:
+                raise ValueError(
+                    f"chunk {index} has strides {list(chunk.stride())} for shape "
+                    f"{list(chunk.shape)}, so its elements overlap; gather into a "
+                    "chunk with memory of its own for each"
+                )
+            extent += stride * (size - 1)
+
+
 def _split_block_ids(
     geometry: KVGeometry,
     chunks: Sequence[torch.Tensor],
@@ -211,12 +275,10 @@ def _split_block_ids(
     chunk_size: int,
 ) -> list[list[int]]:
     """Return the block ids of each chunk, or refuse a count or an id."""
-    flat = [
-        int(block)
-        for block in (
-            block_ids.tolist() if isinstance(block_ids, torch.Tensor) else block_ids
-        )
-    ]
+    ids = block_ids.tolist() if isinstance(block_ids, torch.Tensor) else block_ids
+    if not isinstance(ids, Iterable):
+        raise ValueError(f"block_ids wants a list of block ids, got {block_ids!r}")
+    flat = [_whole_number(block, "a block id") for block in ids]
     for block in flat:
         if not 0 <= block < geometry.num_blocks:
             raise ValueError(

@@ -280,7 +280,12 @@ def plan_pieces(
         for position in range(max(first, whole), len(blocks)):
             slots = tokens - position * geometry.block_size
             regions += _split_slots(
-                geometry, blocks[position], position, slots, max_elements
+                geometry,
+                blocks[position],
+                position,
+                slots,
+                max_elements,
+                range(geometry.num_planes),
             )
         for layer in range(geometry.num_layers):
             for region in regions:
@@ -322,7 +327,12 @@ def _split_whole_blocks(
         for plane in range(0, geometry.num_planes, planes):
             if head > max_elements:
                 yield from _split_slots(
-                    geometry, blocks[position], position, slots, max_elements, plane
+                    geometry,
+                    blocks[position],
+                    position,
+                    slots,
+                    max_elements,
+                    range(plane, plane + 1),
                 )
                 continue
             for start in range(0, geometry.num_heads, heads):
@@ -348,11 +358,10 @@ def _split_slots(
     position: int,
     slots: int,
     max_elements: int,
-    only_plane: int | None = None,
+    planes: range,
 ) -> Iterator[Piece]:
     """Yield the first ``slots`` token slots of one block, head by head."""
     step = max(1, max_elements // geometry.head_size)
-    planes = range(geometry.num_planes) if only_plane is None else (only_plane,)
     for plane in planes:
         for head in range(geometry.num_heads):
             for slot in range(0, slots, step):

@@ -16,6 +16,7 @@ from __future__ import annotations
 # Standard
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import lru_cache
 from typing import Any
 import atexit
@@ -62,8 +63,14 @@ def max_piece_elements(geometry: KVGeometry) -> int:
         and hence no limit but their own size.
 
     Raises:
-        ValueError: If not even one token of one head fits a staging buffer.
+        ValueError: If elements are of no width that host copies know, or not even one
+            token of one head fits a staging buffer.
     """
+    if geometry.dtype.itemsize not in _BITS:
+        raise ValueError(
+            f"the KV cache is {geometry.dtype}, wanted elements of "
+            f"{', '.join(map(str, _BITS))} bytes"
+        )
     if geometry.device.type == "cpu":
         return (
             geometry.num_blocks
@@ -229,26 +236,23 @@ class _Ring:
     """The staging buffers of one transfer and the order in which they are in flight.
 
     Leaving the ``with`` block by an exception drains the stream before a buffer goes
-    back to the pool. A buffer whose copies cannot be drained is quarantined.
+    back to the pool. A buffer whose copies were not drained is quarantined.
     """
 
     def __init__(self, geometry: KVGeometry) -> None:
         self.asynchronous = _supports_async_copies()
         self._device = geometry.device
         self._pool = _pool()
-        self._borrowed = self._pool.ring(RING_BUFFERS)
+        self._queue: deque[_Staged] = deque()
         self._stream: Any = None
 
     def __enter__(self) -> _Ring:
-        self._buffers = self._borrowed.__enter__()
-        self._idle = list(self._buffers)
-        self._queue: deque[_Staged] = deque()
-        try:
+        with ExitStack() as borrowing:
+            self._buffers = borrowing.enter_context(self._pool.ring(RING_BUFFERS))
             if self.asynchronous:
-                self._stream = _torch_rbln().current_stream(self._device)
-        except BaseException as exc:
-            self._borrowed.__exit__(type(exc), exc, exc.__traceback__)
-            raise
+                self._stream = torch_rbln().current_stream(self._device)
+            self._idle = list(self._buffers)
+            self._borrowed = borrowing.pop_all()
         return self
 
     def has_idle(self) -> bool:
@@ -261,7 +265,7 @@ class _Ring:
 
     def stage(self, batch: _Batch) -> _Staged:
         """Put a batch at the end of the queue, on an idle buffer."""
-        event = _torch_rbln().Event() if self.asynchronous else None
+        event = torch_rbln().Event() if self.asynchronous else None
         staged = _Staged(self._idle.pop(), batch, event, self._stream)
         self._queue.append(staged)
         return staged
@@ -276,23 +280,28 @@ class _Ring:
         self._idle.append(staged.buffer)
         return staged
 
-    def __exit__(self, *exc_info: Any) -> None:
-        if exc_info[0] is not None and self.asynchronous:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        drained = kind is None or not self.asynchronous
+        with self._borrowed:
             try:
-                self._stream.synchronize()
+                if not drained:
+                    self._stream.synchronize()
+                    drained = True
             except Exception:
                 logger.exception(
                     "RBLN copies could not be drained after a failed transfer; %d "
                     "staging buffers will not be used again",
                     len(self._buffers),
                 )
-                self._pool.quarantine(list(self._buffers))
-                self._buffers.clear()
-        self._borrowed.__exit__(*exc_info)
+            finally:
+                # Also when an interrupt ends the wait.
+                if not drained:
+                    self._pool.quarantine(list(self._buffers))
+                    self._buffers.clear()
 
 
-def _torch_rbln() -> Any:
-    """Return torch's module for RBLN, which torch-rbln adds at run time."""
+def torch_rbln() -> Any:
+    """Return ``torch.rbln``, which torch-rbln adds at run time."""
     return torch.rbln  # type: ignore[attr-defined]
 
 
@@ -305,7 +314,7 @@ def _supports_async_copies() -> bool:
     missing = [
         name
         for name in ("Stream", "Event", "current_stream")
-        if not hasattr(_torch_rbln(), name)
+        if not hasattr(torch_rbln(), name)
     ]
     try:
         torch.empty(1, dtype=torch.uint8, pin_memory=True)
@@ -313,8 +322,8 @@ def _supports_async_copies() -> bool:
         missing.append(f"pinned memory ({exc})")
     if missing:
         logger.warning(
-            "This torch-rbln lacks %s: KV copies run synchronously and slower. "
-            "Update torch-rbln to 0.12 or newer",
+            "RBLN KV copies run synchronously and slower, without %s. torch-rbln has "
+            "these since 0.12",
             ", ".join(missing),
         )
     return not missing

@@ -140,15 +140,26 @@ def test_the_answer_at_registration_holds_in_other_threads(
     assert later[0] == wanted == EngineKVFormat.NL_X_TWO_NB_NH_ONE_BS_HS
 
 
-def test_registering_again_asks_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_model_does_not_change_caches_that_are_registered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     layers = caches(_AMBIGUOUS)
     answer(monkeypatch, 1)
     detect_format(layers, EngineType.VLLM)
     answer(monkeypatch, 0)
-    for _ in range(2):
-        found = detect_format(layers, EngineType.VLLM)[0]
-        assert found == EngineKVFormat.NL_X_NB_TWO_NH_BS_HS
-        answer(monkeypatch, None)
+    others = caches(_AMBIGUOUS)
+    for found, wanted in (
+        (others, EngineKVFormat.NL_X_NB_TWO_NH_BS_HS),
+        (layers, EngineKVFormat.NL_X_TWO_NB_NH_ONE_BS_HS),
+    ):
+        assert detect_format(found, EngineType.VLLM)[0] == wanted
+
+
+def test_every_layer_is_looked_at() -> None:
+    good = torch.zeros(5, 2, 3, 1, 4, 8)
+    for bad in (torch.zeros(5, 3, 2, 1, 4, 8), torch.zeros(5, 4, 8)):
+        with pytest.raises(ValueError, match="neither blocks-first"):
+            detect_format([good, bad], EngineType.VLLM)
 
 
 def test_new_caches_at_an_old_address_are_not_taken_for_the_old(

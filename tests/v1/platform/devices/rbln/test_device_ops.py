@@ -9,6 +9,7 @@ from typing import Any
 import inspect
 
 # Third Party
+import numpy
 from kv_reference import (
     LAYOUTS,
     Case,
@@ -17,6 +18,7 @@ from kv_reference import (
     random_bits,
     upload,
 )
+from torch._subclasses.fake_tensor import FakeTensorMode
 import pytest
 import torch
 
@@ -96,7 +98,7 @@ def test_the_interface_is_the_base_class_s() -> None:
 
 def test_pointers_are_refused() -> None:
     Call().refuses("KV layers", paged_buffer_ptrs_tensor=torch.tensor([1, 2]))
-    Call().refuses("chunks", "tensor operands", lmcache_objects_ptrs=[1, 2])
+    Call().refuses("chunks", "int at index 0", lmcache_objects_ptrs=[1, 2])
 
 
 @pytest.mark.parametrize(
@@ -170,10 +172,34 @@ def test_layers_on_another_device_are_refused() -> None:
 
 
 @pytest.mark.npu
-def test_a_device_without_an_index_is_accepted() -> None:
+def test_a_device_without_an_index_is_the_current_one() -> None:
     call = Call(device="rbln:0")
     call.arguments["device"] = "rbln"
     call.run()
+    if torch.rbln.device_count() > 1:
+        Call(device="rbln:1").refuses("on rbln:1", "rbln", device="rbln")
+
+
+def test_the_host_has_one_device() -> None:
+    call = Call()
+    call.arguments["device"] = "cpu:0"
+    call.run()
+
+
+def test_a_block_stride_that_disagrees_is_refused() -> None:
+    call = Call()
+    desc = call.case.shape_desc()
+    desc.block_stride_elems = call.layers[0].stride(0)
+    call.arguments["shape_desc"] = desc
+    call.run()
+    desc.block_stride_elems += 1
+    Call().refuses("shape_desc.block_stride_elems", shape_desc=desc)
+
+
+def test_layers_on_a_device_of_another_kind_are_refused() -> None:
+    with FakeTensorMode():
+        layers = [torch.empty(Case("mla").layer_shape, device="cuda") for _ in range(2)]
+    Call("mla").refuses("rbln device", "cuda:0", paged_buffer_ptrs_tensor=layers)
 
 
 @pytest.mark.parametrize("spoil", ["shape", "dtype", "strides"])
@@ -203,8 +229,12 @@ def test_head_blocks_that_are_not_dense_are_refused() -> None:
     shape = list(call.case.layer_shape)
     token_padded = torch.zeros(*shape[:-1], 9, dtype=torch.bfloat16)[..., :8]
     transposed = torch.zeros(6, 2, 4, 1, 2, 8, dtype=torch.bfloat16).transpose(2, 4)
-    overlapping = torch.zeros(1, *shape[1:], dtype=torch.bfloat16).expand(*shape)
-    for layer in (token_padded, transposed, overlapping):
+    expanded = torch.zeros(1, *shape[1:], dtype=torch.bfloat16).expand(*shape)
+    strides = torch.empty(shape).stride()
+    overlapping = torch.zeros(4096, dtype=torch.bfloat16).as_strided(
+        shape, (strides[0] - 1, *strides[1:])
+    )
+    for layer in (token_padded, transposed, expanded, overlapping):
         assert tuple(layer.shape) == call.case.layer_shape
         Call().refuses("dense", paged_buffer_ptrs_tensor=[layer, layer])
 
@@ -240,6 +270,7 @@ def test_chunks_of_another_shape_are_refused(layout: Layout) -> None:
         torch.zeros((*good.shape, 1), dtype=case.dtype),
         torch.zeros(good.shape[-1], dtype=case.dtype),
         torch.zeros(case.chunk_shape(9), dtype=case.dtype),
+        torch.zeros(case.chunk_shape(0), dtype=case.dtype),
     ]
     for chunk in wrong:
         Call(layout).refuses(
@@ -314,7 +345,88 @@ def test_a_negative_skip_is_refused() -> None:
 
 
 def test_an_unknown_direction_is_refused() -> None:
-    Call().refuses("neither D2H nor H2D", direction="sideways")
+    for direction in ("sideways", 7, None):
+        Call().refuses("none of", "D2H", direction=direction)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_enums_may_come_as_numbers(layout: Layout) -> None:
+    call = Call(layout)
+    call.arguments |= {
+        "direction": int(D2H),
+        "engine_kv_format": int(call.case.engine_kv_format),
+    }
+    before = as_bytes(call.chunks[0]).clone()
+    call.run()
+    assert not torch.equal(as_bytes(call.chunks[0]), before)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("skip_prefix_n_blocks", 1.5),
+        ("skip_prefix_n_blocks", None),
+        ("lmcache_chunk_size", 8.0),
+        ("lmcache_chunk_size", True),
+        ("engine_kv_format", []),
+        ("engine_kv_format", 999),
+        ("device", "junk"),
+        ("device", None),
+        ("shape_desc", None),
+        ("block_ids", None),
+        ("block_ids", [5, 0, 3, 1.0]),
+        ("block_ids", [5, 0, 3, True]),
+        ("block_ids", [5, 0, 3, None]),
+        ("block_ids", ["5", "0", "3", "1"]),
+        ("block_ids", torch.tensor([5.0, 0.0, 3.0, 1.0])),
+        ("block_ids", torch.tensor([[5, 0], [3, 1]])),
+        ("block_ids", torch.tensor(5)),
+    ],
+)
+def test_values_of_another_kind_are_refused(name: str, value: object) -> None:
+    Call().refuses("block" if name == "block_ids" else name, **{name: value})
+
+
+def test_block_ids_of_numpy_and_torch_are_accepted() -> None:
+    for block_ids in (numpy.array([5, 0, 3, 1]), torch.tensor([5, 0, 3, 1])):
+        call = Call()
+        call.arguments |= {"block_ids": block_ids, "direction": D2H}
+        call.run()
+
+
+def test_elements_too_wide_to_copy_are_refused() -> None:
+    call = Call()
+    layers = [layer.to(torch.complex128) for layer in call.layers]
+    chunks = [chunk.to(torch.complex128) for chunk in call.chunks]
+    desc = call.case.shape_desc()
+    desc.element_size = 16
+    call.refuses(
+        "complex128",
+        paged_buffer_ptrs_tensor=layers,
+        lmcache_objects_ptrs=chunks,
+        shape_desc=desc,
+    )
+
+
+def test_a_gather_into_memory_that_is_used_twice_is_refused() -> None:
+    call = Call()
+    good = call.chunks[0]
+    twice = [good, good]
+    call.refuses("same memory", lmcache_objects_ptrs=twice, direction=D2H)
+    call = Call()
+    other = call.chunks[1]
+    shared = other[:, :1].expand(-1, 2, -1, -1)
+    overlapping = other.as_strided(other.shape, (256, 128, 8, 1))
+    for chunk in (shared, overlapping):
+        Call().refuses("overlap", lmcache_objects_ptrs=[good, chunk], direction=D2H)
+    # One chunk may be restored to several places.
+    call.arguments |= {"lmcache_objects_ptrs": twice, "direction": H2D}
+    call.run()
+
+
+def test_lmcache_may_free_memory_without_a_synchronize() -> None:
+    """What keeps the server from claiming NPUs; transfers keep the promise."""
+    assert RblnDeviceOps().transfers_complete_on_return
 
 
 def test_nothing_to_move_is_no_error() -> None:

@@ -88,23 +88,42 @@ def test_a_failed_transfer_is_drained_and_gives_its_buffers_back(
     assert_same_bytes(got, wanted)
 
 
-def test_buffers_of_a_lost_device_are_never_used_again(
-    pool: StagingPool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("error", [RuntimeError("device lost"), KeyboardInterrupt()])
+def test_buffers_that_were_not_drained_are_never_used_again(
+    pool: StagingPool, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     layers = [upload(torch.zeros(CASE.layer_shape).half(), "rbln:0") for _ in range(8)]
     chunk = torch.zeros(CASE.chunk_shape(128)).half()
     stream = MagicMock(wraps=torch.rbln.current_stream("rbln:0"))
-    stream.synchronize.side_effect = RuntimeError("device lost")
+    stream.synchronize.side_effect = error
     with monkeypatch.context() as patch:
         patch.setattr(torch.rbln, "current_stream", lambda device: stream)
         patch.setattr(torch.rbln, "Event", MagicMock(name="Event"))
         fail_at(patch, 3)
-        # The first failure is the one reported, not that of the clean-up.
-        with pytest.raises(Failure):
+        # A failure of the clean-up does not hide the first one; an interrupt ends both.
+        wanted = Failure if isinstance(error, Exception) else KeyboardInterrupt
+        with pytest.raises(wanted):
             transfer(CASE, True, layers, [chunk], [0], 128)
     torch.rbln.synchronize()
     with pytest.raises(RuntimeError, match="restart the process"):
         transfer(CASE, True, layers, [chunk], [0], 128)
+
+
+def test_a_transfer_that_can_t_start_gives_its_buffers_back(
+    pool: StagingPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = [upload(torch.zeros(CASE.layer_shape).half(), "rbln:0") for _ in range(8)]
+    chunk = torch.zeros(CASE.chunk_shape(128)).half()
+
+    def current_stream(device: object) -> None:
+        raise Failure
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.rbln, "current_stream", current_stream)
+        for _ in range(2 * BUFFERS):
+            with pytest.raises(Failure):
+                transfer(CASE, True, layers, [chunk], [0], 128)
+    transfer(CASE, True, layers, [chunk], [0], 128)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -126,4 +145,5 @@ def test_without_streams_copies_are_synchronous_and_it_is_said_once(
     warning.assert_called_once()
     said = warning.call_args.args[0] % warning.call_args.args[1:]
     assert "Stream, Event, current_stream" in said
+    assert "synchronously" in said
     assert "torch-rbln" in said

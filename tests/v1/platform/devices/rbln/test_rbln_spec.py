@@ -145,6 +145,14 @@ def test_pinned_without_a_runtime_fails_with_the_reason() -> None:
     assert "torch can't be imported: Could not find librbln.so" in output
 
 
+def test_without_a_runtime_the_stub_is_chosen_with_one_warning() -> None:
+    pytest.importorskip("torch_rbln")
+    device, output = choose(LD_LIBRARY_PATH=None, PYTHONPATH=None)
+    assert device == "cpu", output
+    assert output.count(_WARNING) == 1
+    assert "Could not find librbln.so" in output
+
+
 @pytest.mark.sim
 def test_without_a_device_the_stub_is_chosen_with_one_warning() -> None:
     device, output = choose(RBLN_SIM_DEVICES="0")

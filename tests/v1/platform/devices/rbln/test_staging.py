@@ -123,6 +123,20 @@ def test_a_quarantined_buffer_is_never_handed_out_again() -> None:
         pass
 
 
+def test_a_waiting_thread_learns_that_all_buffers_are_lost() -> None:
+    pool = StagingPool(1, Maker())
+
+    def wait() -> None:
+        with pool.ring(1):
+            pass
+
+    with ThreadPoolExecutor(1) as executor, pool.ring(1) as buffers:
+        result = executor.submit(wait)
+        pool.quarantine([buffers.pop()])
+        with pytest.raises(RuntimeError, match="restart the process"):
+            result.result(timeout=30)
+
+
 def test_closing_frees_idle_buffers() -> None:
     maker = Maker()
     pool = StagingPool(2, maker)
