@@ -10,6 +10,7 @@
 #include "counters.h"
 #include "engine.h"
 #include "memory.h"
+#include "operation.h"
 #include "stream.h"
 
 using namespace rbln_sim;
@@ -37,8 +38,25 @@ void device_to_host(const HostCopy& copy) {
   from.allocation->read(from.offset, from.length, copy.host);
 }
 
-void drain_for(const Range& range) {
-  drain_current_stream(range.allocation->device().id());
+uint32_t device_of(const Range& range) { return range.allocation->device().id(); }
+
+void drain_for(const Range& range) { drain_current_stream(device_of(range)); }
+
+// One copy in the calling thread, whose device is `device`.
+template <typename Body>
+void copy_here(Kind kind, uint32_t device, uint64_t bytes, Body&& body) {
+  perform({kind, device, bytes, 1}, [&](uint64_t) { body(); });
+}
+
+// A batch in the calling thread is one operation, on the device of its first entry.
+template <typename Copy, typename CopyOne>
+void copy_batch(Kind kind, uint32_t device, const std::vector<rbln::CopyEntry>& entries,
+                const std::vector<Copy>& copies, CopyOne&& copy_one) {
+  uint64_t bytes = 0;
+  for (const auto& [src, dst, length] : entries) bytes += length;
+  perform({kind, device, bytes, copies.size()}, [&](uint64_t pieces) {
+    for (uint64_t i = 0; i < pieces; ++i) copy_one(copies[i]);
+  });
 }
 
 struct DeviceCopy {
@@ -86,9 +104,7 @@ void refuse_overlap_of(const std::vector<rbln::CopyEntry>& entries) {
 
 void drain_for(const std::vector<HostCopy>& copies) {
   std::set<uint32_t> devices;
-  for (const HostCopy& copy : copies) {
-    devices.insert(copy.range.allocation->device().id());
-  }
+  for (const HostCopy& copy : copies) devices.insert(device_of(copy.range));
   for (const uint32_t id : devices) drain_current_stream(id);
 }
 
@@ -100,7 +116,7 @@ RetCode rbln_memcpy_h2v(uint64_t src, uint64_t dst, uint64_t bytes) {
   return use(__func__, [&] {
     const HostCopy copy = check_host_copy(src, dst, bytes);
     drain_for(copy.range);
-    host_to_device(copy);
+    copy_here(Kind::kH2D, device_of(copy.range), bytes, [&] { host_to_device(copy); });
   });
 }
 
@@ -108,7 +124,7 @@ RetCode rbln_memcpy_v2h(uint64_t src, uint64_t dst, uint64_t bytes) {
   return use(__func__, [&] {
     const HostCopy copy = check_host_copy(dst, src, bytes);
     drain_for(copy.range);
-    device_to_host(copy);
+    copy_here(Kind::kD2H, device_of(copy.range), bytes, [&] { device_to_host(copy); });
   });
 }
 
@@ -117,7 +133,7 @@ RetCode rbln_memcpy_v2v(uint64_t src, uint64_t dst, uint64_t bytes) {
     const DeviceCopy copy = check_device_copy(src, dst, bytes);
     drain_for(copy.from);
     drain_for(copy.to);
-    device_to_device(copy);
+    copy_here(Kind::kD2D, device_of(copy.from), bytes, [&] { device_to_device(copy); });
   });
 }
 
@@ -128,14 +144,14 @@ RetCode rbln_memcpy_h2v_async(uint64_t src, uint64_t dst, uint64_t bytes,
     const Range& to = copy.range;
     if (!to.allocation->on_device()) {
       drain_for(to);
-      host_to_device(copy);
+      copy_here(Kind::kH2D, device_of(to), bytes, [&] { host_to_device(copy); });
       out(handle) = 0;
       return;
     }
-    const auto stream = current_stream(to.allocation->device().id());
+    const auto stream = current_stream(device_of(to));
     const Span target = to.allocation->device_target(to.offset, to.length);
-    out(handle) =
-        copy_on(*stream, {target.bytes, copy.host, to.length, to.allocation, nullptr});
+    out(handle) = copy_on(*stream, {Kind::kH2D, target.bytes, copy.host, to.length,
+                                    to.allocation, nullptr});
   });
 }
 
@@ -147,13 +163,13 @@ RetCode rbln_memcpy_v2h_async(uint64_t src, uint64_t dst, uint64_t bytes,
     const auto [source, on_device] = from.allocation->source(from.offset);
     if (!on_device) {
       drain_for(from);
-      device_to_host(copy);
+      copy_here(Kind::kD2H, device_of(from), bytes, [&] { device_to_host(copy); });
       out(handle) = 0;
       return;
     }
-    const auto stream = current_stream(from.allocation->device().id());
-    out(handle) = copy_on(
-        *stream, {copy.host, source.bytes, from.length, nullptr, from.allocation});
+    const auto stream = current_stream(device_of(from));
+    out(handle) = copy_on(*stream, {Kind::kD2H, copy.host, source.bytes, from.length,
+                                    nullptr, from.allocation});
   });
 }
 
@@ -167,13 +183,13 @@ RetCode rbln_memcpy_v2v_async(uint64_t src, uint64_t dst, uint64_t bytes,
     if (!one_device || !on_device) {
       drain_for(from);
       drain_for(to);
-      device_to_device(copy);
+      copy_here(Kind::kD2D, device_of(from), bytes, [&] { device_to_device(copy); });
       out(handle) = 0;
       return;
     }
-    const auto stream = current_stream(from.allocation->device().id());
+    const auto stream = current_stream(device_of(from));
     const Span target = to.allocation->device_target(to.offset, to.length);
-    out(handle) = copy_on(*stream, {target.bytes, source.bytes, to.length,
+    out(handle) = copy_on(*stream, {Kind::kD2D, target.bytes, source.bytes, to.length,
                                     to.allocation, from.allocation});
   });
 }
@@ -185,8 +201,9 @@ RetCode rbln_memcpy_h2v_multi(const std::vector<CopyEntry>& entries) {
       copies.push_back(check_host_copy(src, dst, bytes));
     }
     refuse_overlap_of(entries);
+    if (copies.empty()) return;
     drain_for(copies);
-    for (const HostCopy& copy : copies) host_to_device(copy);
+    copy_batch(Kind::kH2D, device_of(copies[0].range), entries, copies, host_to_device);
   });
 }
 
@@ -197,8 +214,9 @@ RetCode rbln_memcpy_v2h_multi(const std::vector<CopyEntry>& entries) {
       copies.push_back(check_host_copy(dst, src, bytes));
     }
     refuse_overlap_of(entries);
+    if (copies.empty()) return;
     drain_for(copies);
-    for (const HostCopy& copy : copies) device_to_host(copy);
+    copy_batch(Kind::kD2H, device_of(copies[0].range), entries, copies, device_to_host);
   });
 }
 
@@ -213,7 +231,9 @@ RetCode rbln_memcpy_v2v_multi(const std::vector<CopyEntry>& entries) {
       drain_for(copy.from);
       drain_for(copy.to);
     }
-    for (const DeviceCopy& copy : copies) device_to_device(copy);
+    if (copies.empty()) return;
+    copy_batch(Kind::kD2D, device_of(copies[0].from), entries, copies,
+               device_to_device);
   });
 }
 

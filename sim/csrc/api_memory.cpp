@@ -4,7 +4,9 @@
 #include <map>
 
 #include "api.h"
+#include "faults.h"
 #include "memory.h"
+#include "operation.h"
 #include "stream.h"
 
 using namespace rbln_sim;
@@ -30,8 +32,18 @@ Loans& loans() {
 void lend(uint64_t vaddr, uint64_t bytes, bool overwrite, uint64_t& host,
           uint64_t& id) {
   Range range = resolve(vaddr, bytes);
-  drain_current_stream(range.allocation->device().id());
-  Span lent = range.allocation->borrow(range.offset, range.length, overwrite);
+  const uint32_t device_id = range.allocation->device().id();
+  drain_current_stream(device_id);
+  Span lent;
+  const auto borrow = [&] {
+    lent = range.allocation->borrow(range.offset, range.length, overwrite);
+  };
+  // Device bytes are lent as a copy, anything else without one.
+  if (!overwrite && range.allocation->on_device()) {
+    perform({Kind::kD2H, device_id, bytes, 1}, [&](uint64_t) { borrow(); });
+  } else {
+    borrow();
+  }
   host = reinterpret_cast<uint64_t>(lent.bytes);
   Loans& all = loans();
   std::lock_guard<std::mutex> lock(all.mutex);
@@ -44,19 +56,24 @@ void lend(uint64_t vaddr, uint64_t bytes, bool overwrite, uint64_t& host,
 namespace rbln {
 
 RetCode rbln_malloc_lazy(uint32_t device_id, uint64_t size, uint64_t& vaddr) {
-  return use(__func__, [&] { vaddr = allocate(device(device_id), size); });
+  return use(__func__, [&] {
+    perform({Kind::kAlloc, device_id, size},
+            [&](uint64_t) { vaddr = allocate(device(device_id), size); });
+  });
 }
 
 RetCode rbln_malloc_eager(uint32_t device_id, uint64_t size, uint64_t& vaddr) {
   return use(__func__, [&] {
-    const uint64_t base = allocate(device(device_id), size);
-    try {
-      resolve_base(base)->bind();
-    } catch (...) {
-      release(base);
-      throw;
-    }
-    vaddr = base;
+    perform({Kind::kAlloc, device_id, size}, [&](uint64_t) {
+      const uint64_t base = allocate(device(device_id), size);
+      try {
+        resolve_base(base)->bind();
+      } catch (...) {
+        release(base);
+        throw;
+      }
+      vaddr = base;
+    });
   });
 }
 
@@ -74,7 +91,7 @@ RetCode rbln_mark_zeros(uint64_t vaddr) {
 
 RetCode rbln_set_raw_memory_alloc(uint64_t vaddr, uint64_t size) {
   return use(__func__, [&] {
-    resolve(vaddr, size);
+    faults().refuse_lost(resolve(vaddr, size).allocation->device().id());
     resolve_base(vaddr)->bind();
   });
 }
@@ -90,6 +107,7 @@ RetCode rbln_set_device_alloc_layout_like(uint64_t target, uint64_t reference) {
     if (!model->on_device()) {
       refuse(kInvalid, "the reference ", hex(reference), " is not in device memory");
     }
+    faults().refuse_lost(adopting->device().id());
     // The only layout here is flat, so what is left of this call is that the target's
     // device memory exists.
     adopting->bind();
@@ -148,8 +166,16 @@ RetCode rbln_v_return_borrowed(uint64_t id, bool updated) {
     }
     if (!updated) return;
     const Range& range = loan.range;
-    drain_current_stream(range.allocation->device().id());
-    range.allocation->take_back(range.offset, range.length, loan.lent);
+    const uint32_t device_id = range.allocation->device().id();
+    drain_current_stream(device_id);
+    const auto take_back = [&] {
+      range.allocation->take_back(range.offset, range.length, loan.lent);
+    };
+    if (range.allocation->on_device()) {
+      perform({Kind::kH2D, device_id, range.length, 1}, [&](uint64_t) { take_back(); });
+    } else {
+      take_back();
+    }
   });
 }
 

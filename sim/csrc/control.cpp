@@ -1,18 +1,29 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <cstring>
+#include <map>
 
 #include "api.h"
 #include "device.h"
+#include "faults.h"
 #include "memory.h"
+#include "operation.h"
 #include "rbln_sim.h"
 #include "stream.h"
 
 using namespace rbln_sim;
 
+namespace {
+
+// Graphs of the calling thread between begin and end, by device.
+thread_local std::map<uint32_t, Operation> running_graphs;
+
+}  // namespace
+
 int rbln_sim_device_view(uint64_t vaddr, uint64_t bytes, uint64_t* host_out) {
   return use(__func__, [&] {
     const Range range = resolve(vaddr, bytes);
+    faults().refuse_lost(range.allocation->device().id());
     // A graph may write any part of it, so nothing counts as overwritten.
     out(host_out) = reinterpret_cast<uint64_t>(
         range.allocation->device_target(range.offset, 0).bytes);
@@ -20,7 +31,25 @@ int rbln_sim_device_view(uint64_t vaddr, uint64_t bytes, uint64_t* host_out) {
 }
 
 int rbln_sim_graph_begin(uint32_t device_id) {
-  return use(__func__, [&] { drain_current_stream(device_id); });
+  return use(__func__, [&] {
+    drain_current_stream(device_id);
+    Operation graph({Kind::kGraph, device_id});
+    graph.start();
+    if (graph.fails()) graph.finish();
+    running_graphs.insert_or_assign(device_id, graph);
+  });
+}
+
+int rbln_sim_graph_end(uint32_t device_id) {
+  return use(__func__, [&] {
+    const auto found = running_graphs.find(device_id);
+    if (found == running_graphs.end()) {
+      refuse(kInvalid, "no graph was begun on rbln:", device_id, " by this thread");
+    }
+    Operation graph = found->second;
+    running_graphs.erase(found);
+    graph.finish();
+  });
 }
 
 int rbln_sim_check(char* reason, uint64_t capacity) {

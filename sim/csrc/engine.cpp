@@ -5,6 +5,8 @@
 #include <cstring>
 #include <thread>
 
+#include "operation.h"
+#include "random.h"
 #include "settings.h"
 
 namespace rbln_sim {
@@ -12,14 +14,6 @@ namespace {
 
 constexpr uint64_t kMinDelayUs = 1000;
 constexpr uint64_t kMaxDelayUs = 50000;
-
-// SplitMix64: a random number per position of a sequence, without state.
-uint64_t scramble(uint64_t x) {
-  x += 0x9E3779B97F4A7C15ull;
-  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
-  x = (x ^ (x >> 27)) * 0x94D049BB133111EBull;
-  return x ^ (x >> 31);
-}
 
 bool overlap(const CopyJob& job) {
   const auto src = reinterpret_cast<uintptr_t>(job.src);
@@ -41,16 +35,21 @@ void copy_now(char* dst, const char* src, uint64_t bytes) {
 }
 
 uint64_t copy_on(Stream& stream, CopyJob job) {
-  if (!settings().deferred) {
-    return stream.submit(
-        [job = std::move(job)] { copy_now(job.dst, job.src, job.bytes); });
-  }
-  const auto delay = deferred_delay(settings().seed, stream.handle(), stream.newest());
-  return stream.submit([job = std::move(job), delay] {
+  Operation operation({job.kind, stream.device(), job.bytes, 1},
+                      static_cast<uint32_t>(stream.handle()));
+  const bool deferred = settings().deferred;
+  const auto delay =
+      deferred ? deferred_delay(settings().seed, stream.handle(), stream.newest())
+               : std::chrono::microseconds(0);
+  return stream.submit([job = std::move(job), operation, deferred, delay]() mutable {
     // Poison would destroy a source that the destination overlaps.
-    if (!overlap(job)) std::memset(job.dst, kPoison, job.bytes);
-    std::this_thread::sleep_for(delay);
-    copy_now(job.dst, job.src, job.bytes);
+    if ((deferred || operation.disturbed()) && !overlap(job)) {
+      std::memset(job.dst, kPoison, job.bytes);
+    }
+    operation.start();
+    if (deferred) std::this_thread::sleep_for(delay);
+    copy_now(job.dst, job.src, operation.fails() ? job.bytes / 2 : job.bytes);
+    operation.finish();
   });
 }
 

@@ -7,11 +7,13 @@
 #include <chrono>
 #include <memory>
 
+#include "kind.h"
 #include "stream.h"
 
 namespace rbln_sim {
 
 struct CopyJob {
+  Kind kind;
   char* dst;
   const char* src;
   uint64_t bytes;
@@ -28,6 +30,10 @@ void copy_now(char* dst, const char* src, uint64_t bytes);
 /// In deferred mode it takes 1 to 50 ms and its destination holds poison from its start
 /// to its end, in stream order. The delay depends on the seed, the stream and the
 /// position of the copy in the stream.
+///
+/// A copy that a fault strikes holds poison likewise; of one that fails, the second
+/// half stays poison, and waits for it throw (see Stream).
+/// Throws Refusal if the device is lost.
 uint64_t copy_on(Stream& stream, CopyJob job);
 
 constexpr unsigned char kPoison = 0xA5;

@@ -41,7 +41,10 @@ Event::Mark Event::mark() const {
 
 bool Event::done() const {
   const Mark now = mark();
-  return now.stream == nullptr || now.stream->done(now.ticket);
+  if (now.stream == nullptr) return true;
+  if (!now.stream->done(now.ticket)) return false;
+  now.stream->tell_failure(now.ticket);
+  return true;
 }
 
 void Event::synchronize() const {
@@ -52,8 +55,9 @@ void Event::synchronize() const {
 void Event::hold(Stream& stream) const {
   const Mark now = mark();
   if (now.stream == nullptr || now.stream.get() == &stream) return;
-  if (now.stream->done(now.ticket)) return;
-  // Marks lie before everything queued later, so waits cannot form a circle.
+  if (now.stream->done(now.ticket) && !now.stream->failed(now.ticket)) return;
+  // Marks lie before everything queued later, so waits cannot form a circle. A failure
+  // before the mark becomes one of this stream.
   stream.submit([now] { now.stream->wait(now.ticket); });
 }
 

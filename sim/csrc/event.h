@@ -17,6 +17,7 @@ class Event {
   uint32_t device() const { return static_cast<uint32_t>(handle_ >> 32); }
   /// Mark the end of what is queued on `stream` now; an earlier mark is forgotten.
   void record(std::shared_ptr<Stream> stream);
+  /// Both throw Refusal if what is before the mark failed; see Stream.
   bool done() const;
   void synchronize() const;
   /// Let what is queued on `stream` from now on wait for the mark as it is now.

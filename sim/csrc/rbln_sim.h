@@ -27,6 +27,9 @@ RBLN_SIM_API int rbln_sim_device_view(uint64_t vaddr, uint64_t bytes,
  * thread's current stream of `device` is done. */
 RBLN_SIM_API int rbln_sim_graph_begin(uint32_t device);
 
+/* The graph that the calling thread began on `device` is done. */
+RBLN_SIM_API int rbln_sim_graph_end(uint32_t device);
+
 /* Check the RBLN_SIM_* settings and the visible NPUs without opening one. On failure
  * the reason is also stored in `reason`, cut to `capacity` bytes. */
 RBLN_SIM_API int rbln_sim_check(char* reason, uint64_t capacity);

@@ -19,14 +19,9 @@ namespace {
 constexpr unsigned kMaxDevices = 64;
 constexpr double kMaxMemoryGib = 1024;
 constexpr double kDefaultMemoryGib = 16;
-
-// Part of the design, not of this version. Ignoring one would make a test that relies
-// on it pass for the wrong reason.
-constexpr const char* kNotSupported[] = {
-    "RBLN_SIM_FAULTS",        "RBLN_SIM_WITHOUT",   "RBLN_SIM_GBPS",
-    "RBLN_SIM_PAGEABLE_GBPS", "RBLN_SIM_SUBMIT_US", "RBLN_SIM_DESCRIPTOR_US",
-    "RBLN_SIM_TRACE",
-};
+constexpr double kMinGbps = 0.001;
+constexpr double kMaxGbps = 10'000;
+constexpr double kMaxCostUs = 1'000'000;
 
 const char* text_of(const char* name) {
   const char* value = std::getenv(name);
@@ -71,6 +66,62 @@ bool flag_of(const char* name) {
   refuse(kInvalid, name, "='", value, "' is neither 0 nor 1");
 }
 
+double number_of(const char* name, const std::string& text, double low, double high) {
+  char* end = nullptr;
+  const double number = std::strtod(text.c_str(), &end);
+  const bool digits = text.find_first_not_of("0123456789.") == std::string::npos;
+  if (text.empty() || !digits || *end != '\0' || number < low || number > high) {
+    refuse(kInvalid, name, "='", text_of(name), "': '", text, "' is not a number from ",
+           low, " to ", high);
+  }
+  return number;
+}
+
+// Nanoseconds from a number of microseconds.
+double cost_of(const char* name) {
+  const std::string text = text_of(name);
+  return text.empty() ? 0 : number_of(name, text, 0, kMaxCostUs) * 1000;
+}
+
+// "58" for both directions, or "58:40" for D2H and H2D.
+void speeds_of(const char* name, double& d2h, double& h2d) {
+  const std::string text = text_of(name);
+  if (text.empty()) return;
+  const size_t colon = text.find(':');
+  d2h = number_of(name, text.substr(0, colon), kMinGbps, kMaxGbps);
+  h2d = colon == std::string::npos
+            ? d2h
+            : number_of(name, text.substr(colon + 1), kMinGbps, kMaxGbps);
+}
+
+Costs costs() {
+  Costs read;
+  speeds_of("RBLN_SIM_GBPS", read.registered_d2h, read.registered_h2d);
+  speeds_of("RBLN_SIM_PAGEABLE_GBPS", read.pageable_d2h, read.pageable_h2d);
+  const std::string device_speed = text_of("RBLN_SIM_D2D_GBPS");
+  if (!device_speed.empty()) {
+    read.d2d = number_of("RBLN_SIM_D2D_GBPS", device_speed, kMinGbps, kMaxGbps);
+  }
+  read.submission = cost_of("RBLN_SIM_SUBMIT_US");
+  read.descriptor = cost_of("RBLN_SIM_DESCRIPTOR_US");
+  return read;
+}
+
+// Python takes the features away (site/sitecustomize.py); here the names are checked.
+void check_without(const char* name) {
+  const std::string text = text_of(name);
+  size_t at = 0;
+  while (!text.empty() && at != std::string::npos) {
+    const size_t comma = text.find(',', at);
+    const std::string feature = text.substr(at, comma - at);
+    if (feature != "streams" && feature != "pinned") {
+      refuse(kInvalid, name, "='", text, "': '", feature,
+             "' is neither 'streams' nor 'pinned'");
+    }
+    at = comma == std::string::npos ? comma : comma + 1;
+  }
+}
+
 std::string default_state_dir() {
   const std::string runtime = text_of("XDG_RUNTIME_DIR");
   if (!runtime.empty()) return runtime + "/rbln-sim";
@@ -80,17 +131,16 @@ std::string default_state_dir() {
 }  // namespace
 
 Settings read_settings() {
-  for (const char* name : kNotSupported) {
-    if (*text_of(name) != '\0') {
-      refuse(kInvalid, name, " is not supported by this version; unset it");
-    }
-  }
   Settings read;
   read.devices =
       static_cast<unsigned>(unsigned_of("RBLN_SIM_DEVICES", 1, 0, kMaxDevices));
   read.memory_bytes = memory_of("RBLN_SIM_MEMORY_GIB");
   read.deferred = flag_of("RBLN_SIM_DEFERRED");
   read.seed = unsigned_of("RBLN_SIM_SEED", 0, 0, UINT64_MAX);
+  read.faults = parse_faults(text_of("RBLN_SIM_FAULTS"));
+  read.costs = costs();
+  check_without("RBLN_SIM_WITHOUT");
+  read.trace = text_of("RBLN_SIM_TRACE");
   read.open_log = text_of("RBLN_SIM_OPEN_LOG");
   read.state_dir = text_of("RBLN_SIM_STATE_DIR");
   if (read.state_dir.empty()) read.state_dir = default_state_dir();

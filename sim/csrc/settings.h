@@ -5,6 +5,10 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
+
+#include "cost.h"
+#include "fault_rules.h"
 
 namespace rbln_sim {
 
@@ -17,6 +21,12 @@ struct Settings {
   bool deferred;
   /// RBLN_SIM_SEED: seed of everything random.
   uint64_t seed;
+  /// RBLN_SIM_FAULTS: what goes wrong; empty for nothing.
+  std::vector<FaultRule> faults;
+  /// RBLN_SIM_GBPS, _PAGEABLE_GBPS, _D2D_GBPS, _SUBMIT_US and _DESCRIPTOR_US.
+  Costs costs;
+  /// RBLN_SIM_TRACE: file that gets one JSON line per operation; empty for none.
+  std::string trace;
   /// RBLN_SIM_OPEN_LOG: file that gets one JSON line per opened NPU; empty for none.
   std::string open_log;
   /// RBLN_SIM_STATE_DIR: folder of the files that mark NPUs as owned.
@@ -24,8 +34,7 @@ struct Settings {
 };
 
 /// Read the environment.
-/// Throws Refusal naming the variable if a value cannot be parsed or a variable is not
-/// supported by this version.
+/// Throws Refusal naming the variable if a value cannot be parsed.
 Settings read_settings();
 
 /// The settings of this process, read when it first uses an NPU. Detection, which may

@@ -4,7 +4,10 @@
 #include <pthread.h>
 #include <signal.h>
 
+#include <algorithm>
+#include <exception>
 #include <map>
+#include <optional>
 #include <shared_mutex>
 #include <string>
 #include <system_error>
@@ -13,9 +16,12 @@
 #include <utility>
 #include <vector>
 
+#include "clock.h"
 #include "device.h"
+#include "faults.h"
 #include "owner.h"
 #include "refusal.h"
+#include "trace.h"
 
 namespace rbln_sim {
 namespace {
@@ -87,7 +93,7 @@ void Stream::run() {
     std::function<void()> work = std::move(queue_.front());
     queue_.pop_front();
     lock.unlock();
-    work();
+    attempt(work);
     work = nullptr;
     lock.lock();
     completed_.fetch_add(1, std::memory_order_release);
@@ -95,10 +101,52 @@ void Stream::run() {
   }
 }
 
+void Stream::attempt(const std::function<void()>& work) {
+  std::string message;
+  try {
+    work();
+    return;
+  } catch (const std::exception& error) {
+    message = error.what();
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  const uint64_t ticket = completed_.load(std::memory_order_relaxed) + 1;
+  failures_.push_back({ticket, std::move(message)});
+  ever_failed_.store(true, std::memory_order_release);
+}
+
 void Stream::wait(uint64_t ticket) {
-  if (done(ticket)) return;
-  std::unique_lock<std::mutex> lock(mutex_);
-  progress_.wait(lock, [&] { return done(ticket); });
+  if (!done(ticket)) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    progress_.wait(lock, [&] { return done(ticket); });
+  }
+  tell_failure(ticket);
+}
+
+Stream::Failed* Stream::failure_before(uint64_t ticket) {
+  for (Failed& failure : failures_) {
+    if (failure.ticket <= ticket && ticket <= failure.told_at) return &failure;
+  }
+  return nullptr;
+}
+
+void Stream::tell_failure(uint64_t ticket) {
+  if (!ever_failed_.load(std::memory_order_acquire)) return;
+  std::lock_guard<std::mutex> lock(mutex_);
+  const Failed* first = failure_before(ticket);
+  if (first == nullptr) return;
+  const uint64_t newest = submitted_.load(std::memory_order_relaxed);
+  for (Failed& failure : failures_) {
+    if (failure.ticket <= ticket) failure.told_at = std::min(failure.told_at, newest);
+  }
+  refuse(kFailure, "an earlier operation on the stream ", hex(handle_),
+         " failed: ", first->message);
+}
+
+bool Stream::failed(uint64_t ticket) {
+  if (!ever_failed_.load(std::memory_order_acquire)) return false;
+  std::lock_guard<std::mutex> lock(mutex_);
+  return failure_before(ticket) != nullptr;
 }
 
 std::shared_ptr<Stream> create_stream(uint32_t device_id) {
@@ -138,11 +186,21 @@ void set_current_stream(uint32_t device_id, uint64_t handle) {
 }
 
 void drain_current_stream(uint32_t device_id) {
+  faults().refuse_lost(device_id);
   const auto stream = current_stream(device_id);
-  stream->wait(stream->newest());
+  const uint64_t ticket = stream->newest();
+  if (stream->done(ticket) || !traced(Kind::kSync)) {
+    stream->wait(ticket);
+    return;
+  }
+  const int64_t begin = now_ns();
+  stream->wait(ticket);
+  write_trace(
+      {Kind::kSync, thread_number(), 0, 0, device_id, std::nullopt, begin, now_ns()});
 }
 
 void drain_device(uint32_t device_id) {
+  faults().refuse_lost(device_id);
   device(device_id);
   std::vector<std::pair<std::shared_ptr<Stream>, uint64_t>> pending;
   {
@@ -154,7 +212,15 @@ void drain_device(uint32_t device_id) {
       pending.emplace_back(it->second, it->second->newest());
     }
   }
-  for (const auto& [stream, ticket] : pending) stream->wait(ticket);
+  std::exception_ptr failure;
+  for (const auto& [stream, ticket] : pending) {
+    try {
+      stream->wait(ticket);
+    } catch (const Refusal&) {
+      if (!failure) failure = std::current_exception();
+    }
+  }
+  if (failure) std::rethrow_exception(failure);
 }
 
 }  // namespace rbln_sim

@@ -8,6 +8,8 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <string>
+#include <vector>
 
 namespace rbln_sim {
 
@@ -15,6 +17,10 @@ namespace rbln_sim {
 ///
 /// A *ticket* is a position in the queue: work is done when `done(ticket)` holds, which
 /// is never before the work has returned and what it kept alive was released.
+///
+/// Work fails by throwing. What is queued behind it runs nevertheless. The failure is
+/// told to every wait for anything that was queued after the failed work and before the
+/// failure was first told; work queued after that is free of it.
 class Stream : public std::enable_shared_from_this<Stream> {
  public:
   explicit Stream(uint64_t handle) : handle_(handle) {}
@@ -31,11 +37,25 @@ class Stream : public std::enable_shared_from_this<Stream> {
   bool done(uint64_t ticket) const {
     return completed_.load(std::memory_order_acquire) >= ticket;
   }
+  /// Throws Refusal if the work, or work before it, failed and was not told yet.
   void wait(uint64_t ticket);
+  /// Like `wait` for work that is done.
+  void tell_failure(uint64_t ticket);
+  /// Whether `wait` would throw. Tells nothing.
+  bool failed(uint64_t ticket);
 
  private:
+  struct Failed {
+    uint64_t ticket;
+    std::string message;
+    // The newest work when the failure was first told.
+    uint64_t told_at = UINT64_MAX;
+  };
+  // Wants the lock held.
+  Failed* failure_before(uint64_t ticket);
   void start();
   void run();
+  void attempt(const std::function<void()>& work);
 
   const uint64_t handle_;
   std::mutex mutex_;
@@ -44,6 +64,8 @@ class Stream : public std::enable_shared_from_this<Stream> {
   std::deque<std::function<void()>> queue_;
   std::atomic<uint64_t> submitted_{0};
   std::atomic<uint64_t> completed_{0};
+  std::vector<Failed> failures_;
+  std::atomic<bool> ever_failed_{false};
   bool started_ = false;
 };
 
@@ -59,6 +81,7 @@ std::shared_ptr<Stream> current_stream(uint32_t device);
 void set_current_stream(uint32_t device, uint64_t handle);
 
 /// Wait until everything queued so far on the calling thread's current stream is done.
+/// Throws Refusal if some of it failed, or the device is lost.
 void drain_current_stream(uint32_t device);
 /// The same for all streams of `device`.
 void drain_device(uint32_t device);

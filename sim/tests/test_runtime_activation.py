@@ -160,4 +160,4 @@ def test_doctor_fails_on_a_wrong_setting(rbln_sim_environment: dict[str, str]) -
         text=True,
     )
     assert done.returncode == 1
-    assert "RBLN_SIM_FAULTS is not supported by this version" in done.stderr
+    assert "RBLN_SIM_FAULTS: cannot read the rule 'copy:1:fail'" in done.stderr

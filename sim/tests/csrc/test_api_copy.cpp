@@ -1,8 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <list>
-#include <random>
-#include <thread>
-
 #include "abi.h"
 #include "counters.h"
 #include "harness.h"
@@ -246,89 +242,6 @@ TEST(a_batch_of_host_bytes_is_served_on_the_host) {
   CHECK_EQ(read(b, 9), std::string("xxxxxxxx") + '\0');
   CHECK_EQ(counters().hidden[0].count.load(), 2u);
   CHECK_EQ(counters().reject[1].count.load(), 2u);
-}
-
-TEST(random_work_of_many_threads_equals_a_sequential_model) {
-  // Each thread owns its memory and a stream per device; a model holds what every
-  // operation must leave behind.
-  make_lazy();
-  std::vector<std::thread> threads;
-  std::vector<std::string> problems(8);
-  for (int t = 0; t < 8; ++t) {
-    threads.emplace_back([t, &problem = problems[t]] {
-      std::mt19937 random(static_cast<unsigned>(t));
-      const auto below = [&random](uint64_t limit) { return random() % limit; };
-      const uint32_t device = t % 2;
-      make_current_stream(device);
-      std::vector<uint64_t> memory;
-      std::vector<std::string> model;
-      for (int i = 0; i < 4; ++i) {
-        memory.push_back(i % 2 ? make_bound(device, 4096) : make_lazy(device, 4096));
-        model.emplace_back(4096, '\0');
-      }
-      std::list<std::string> in_flight;  // host buffers that streams still use
-      for (int step = 0; step < 2000 && problem.empty(); ++step) {
-        const uint64_t a = below(4), b = below(4);
-        const uint64_t length = 1 + below(4096);
-        const uint64_t from = below(4097 - length), to = below(4097 - length);
-        uint64_t handle, host, id;
-        switch (below(9)) {
-          case 0:
-          case 1: {
-            std::string text(length, static_cast<char>(random()));
-            model[a].replace(to, length, text);
-            in_flight.push_back(std::move(text));
-            rbln_memcpy_h2v_async(address(in_flight.back().data()), memory[a] + to,
-                                  length, &handle);
-            break;
-          }
-          case 2:
-            model[b].replace(to, length, std::string(model[a].substr(from, length)));
-            rbln_memcpy_v2v(memory[a] + from, memory[b] + to, length);
-            break;
-          case 3: {
-            // A copy of overlapping parts on a stream must be right as well.
-            const std::string moved = model[a].substr(from, length);
-            model[b].replace(to, length, moved);
-            rbln_memcpy_v2v_async(memory[a] + from, memory[b] + to, length, &handle);
-            break;
-          }
-          case 4:
-            rbln_mark_zeros(memory[a]);
-            model[a].assign(4096, '\0');
-            break;
-          case 5:
-            rbln_v_borrow_host_ptr(memory[a] + to, length, host, id);
-            std::memset(reinterpret_cast<void*>(host), step, length);
-            rbln_v_return_borrowed(id, true);
-            model[a].replace(to, length, std::string(length, static_cast<char>(step)));
-            break;
-          case 6:
-            rbln_free(memory[a]);
-            memory[a] = step % 2 ? make_bound(device, 4096) : make_lazy(device, 4096);
-            model[a].assign(4096, '\0');
-            break;
-          case 7:
-            rbln_set_raw_memory_alloc(memory[a], 4096);
-            break;
-          case 8:
-            if (read(memory[a] + from, length) != model[a].substr(from, length)) {
-              problem = "step " + std::to_string(step);
-            }
-            break;
-        }
-        if (step % 100 == 0) {
-          rbln_device_synchronize(device);
-          in_flight.clear();
-        }
-      }
-      for (int i = 0; i < 4; ++i) {
-        if (read(memory[i], 4096) != model[i]) problem += " end";
-      }
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
-  for (const std::string& problem : problems) CHECK_EQ(problem, "");
 }
 
 HARNESS_MAIN()

@@ -100,11 +100,11 @@ TEST(a_device_that_does_not_exist_is_refused) {
 }
 
 TEST(a_wrong_setting_fails_every_use_by_name) {
-  setenv("RBLN_SIM_TRACE", "file", 1);
+  setenv("RBLN_SIM_FAULTS", "file", 1);
   int count;
   uint64_t vaddr;
-  CHECK_FAILS(kInvalid, "RBLN_SIM_TRACE", rbln_get_device_count(&count));
-  CHECK_FAILS(kInvalid, "RBLN_SIM_TRACE", rbln::rbln_malloc_lazy(0, 1, vaddr));
+  CHECK_FAILS(kInvalid, "RBLN_SIM_FAULTS", rbln_get_device_count(&count));
+  CHECK_FAILS(kInvalid, "RBLN_SIM_FAULTS", rbln::rbln_malloc_lazy(0, 1, vaddr));
 }
 
 HARNESS_MAIN()

@@ -67,4 +67,21 @@ TEST(the_check_gives_its_reason_and_opens_nothing) {
   CHECK(!std::filesystem::exists(getenv("RBLN_SIM_STATE_DIR")));
 }
 
+TEST(a_graph_has_an_end) {
+  CHECK_FAILS(kInvalid, "no graph was begun on rbln:0", rbln_sim_graph_end(0));
+  CHECK_EQ(rbln_sim_graph_begin(0), 0);
+  CHECK_FAILS(kInvalid, "no graph was begun on rbln:1", rbln_sim_graph_end(1));
+  CHECK_EQ(rbln_sim_graph_end(0), 0);
+  CHECK_FAILS(kInvalid, "no graph was begun on rbln:0", rbln_sim_graph_end(0));
+}
+
+TEST(a_graph_that_a_fault_strikes_does_not_begin) {
+  setenv("RBLN_SIM_FAULTS", "fail:graph:2", 1);
+  CHECK_EQ(rbln_sim_graph_begin(0), 0);
+  CHECK_EQ(rbln_sim_graph_end(0), 0);
+  CHECK_FAILS(kFailure, "graph failed", rbln_sim_graph_begin(0));
+  CHECK_FAILS(kInvalid, "no graph was begun", rbln_sim_graph_end(0));
+  CHECK_EQ(rbln_sim_graph_begin(0), 0);
+}
+
 HARNESS_MAIN()

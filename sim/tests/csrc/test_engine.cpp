@@ -19,7 +19,9 @@ __attribute__((no_sanitize("thread"))) unsigned char peek(const char* at) {
 struct Buffers {
   std::string src = std::string(kSize, 's');
   std::string dst = std::string(kSize, 'd');
-  CopyJob job() { return {dst.data(), src.data(), kSize, nullptr, nullptr}; }
+  CopyJob job() {
+    return {Kind::kD2H, dst.data(), src.data(), kSize, nullptr, nullptr};
+  }
 };
 
 }  // namespace
@@ -83,7 +85,8 @@ TEST(poison_comes_in_stream_order) {
   const auto stream = create_stream(0);
   Buffers buffers;
   std::string third(kSize, 't');
-  copy_on(*stream, {third.data(), buffers.dst.data(), kSize, nullptr, nullptr});
+  copy_on(*stream,
+          {Kind::kD2H, third.data(), buffers.dst.data(), kSize, nullptr, nullptr});
   stream->wait(copy_on(*stream, buffers.job()));
   CHECK_EQ(third, std::string(kSize, 'd'));
   CHECK_EQ(buffers.dst, buffers.src);
@@ -93,7 +96,8 @@ TEST(a_deferred_copy_onto_itself_is_right) {
   setenv("RBLN_SIM_DEFERRED", "1", 1);
   const auto stream = create_stream(0);
   std::string bytes = "0123456789";
-  stream->wait(copy_on(*stream, {bytes.data() + 2, bytes.data(), 8, nullptr, nullptr}));
+  stream->wait(copy_on(
+      *stream, {Kind::kD2D, bytes.data() + 2, bytes.data(), 8, nullptr, nullptr}));
   CHECK_EQ(bytes, "0101234567");
 }
 

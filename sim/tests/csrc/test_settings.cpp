@@ -77,17 +77,46 @@ TEST(a_bad_value_is_refused_by_name) {
   for (const char* value : {"x", "-1", "18446744073709551616"}) {
     check_bad("RBLN_SIM_SEED", value);
   }
+  for (const char* value : {"x", "0", "-1", "nan", "58:", ":58", "1:2:3", "58GB"}) {
+    check_bad("RBLN_SIM_GBPS", value);
+    check_bad("RBLN_SIM_PAGEABLE_GBPS", value);
+  }
+  check_bad("RBLN_SIM_D2D_GBPS", "58:58");
+  for (const char* value : {"x", "-1", "1e3", "1000001"}) {
+    check_bad("RBLN_SIM_SUBMIT_US", value);
+    check_bad("RBLN_SIM_DESCRIPTOR_US", value);
+  }
+  for (const char* value : {"stream", "streams,", ",pinned", "streams pinned"}) {
+    check_bad("RBLN_SIM_WITHOUT", value);
+  }
+  setenv("RBLN_SIM_FAULTS", "fail", 1);
+  CHECK_REFUSED("RBLN_SIM_FAULTS: cannot read the rule 'fail'", read_settings());
 }
 
-TEST(settings_of_later_versions_are_refused_by_name) {
-  for (const char* name : {"RBLN_SIM_FAULTS", "RBLN_SIM_WITHOUT", "RBLN_SIM_GBPS",
-                           "RBLN_SIM_PAGEABLE_GBPS", "RBLN_SIM_SUBMIT_US",
-                           "RBLN_SIM_DESCRIPTOR_US", "RBLN_SIM_TRACE"}) {
-    setenv(name, "0", 1);
-    CHECK_REFUSED(std::string(name) + " is not supported by this version",
-                  read_settings());
-    unsetenv(name);
-  }
+TEST(costs) {
+  CHECK(!read_settings().costs.any());
+  setenv("RBLN_SIM_GBPS", "58:40.5", 1);
+  setenv("RBLN_SIM_PAGEABLE_GBPS", "6", 1);
+  setenv("RBLN_SIM_D2D_GBPS", "100", 1);
+  setenv("RBLN_SIM_SUBMIT_US", "4.5", 1);
+  setenv("RBLN_SIM_DESCRIPTOR_US", "0.25", 1);
+  const Costs read = read_settings().costs;
+  CHECK(read.any());
+  CHECK_EQ(read.registered_d2h, 58.0);
+  CHECK_EQ(read.registered_h2d, 40.5);
+  CHECK_EQ(read.pageable_d2h, 6.0);
+  CHECK_EQ(read.pageable_h2d, 6.0);
+  CHECK_EQ(read.d2d, 100.0);
+  CHECK_EQ(read.submission, 4500.0);
+  CHECK_EQ(read.descriptor, 250.0);
+}
+
+TEST(faults_trace_and_features) {
+  setenv("RBLN_SIM_FAULTS", "fail:h2d:3,lost:0:25", 1);
+  setenv("RBLN_SIM_TRACE", "trace", 1);
+  setenv("RBLN_SIM_WITHOUT", "streams,pinned", 1);
+  CHECK_EQ(read_settings().faults.size(), 2u);
+  CHECK_EQ(read_settings().trace, "trace");
 }
 
 TEST(settings_are_read_once_and_a_failure_is_not_kept) {

@@ -144,4 +144,35 @@ TEST(many_threads_submit_to_one_stream) {
   CHECK_EQ(sum, 2000);
 }
 
+TEST(a_failure_is_told_to_every_wait_for_what_was_queued_before_the_first) {
+  const auto stream = create_stream(0);
+  stream->submit([] {});
+  const uint64_t bad = stream->submit([] { throw std::runtime_error("broken"); });
+  bool ran = false;
+  const uint64_t behind = stream->submit([&ran] { ran = true; });
+  stream->wait(bad - 1);
+  while (!stream->done(behind)) std::this_thread::yield();
+  CHECK(ran);
+  CHECK(stream->failed(behind) && !stream->failed(bad - 1));
+  for (const uint64_t ticket : {behind, bad}) {
+    CHECK_REFUSED("failed: broken", stream->wait(ticket));
+  }
+  const uint64_t later = stream->submit([] {});
+  stream->wait(later);
+  CHECK(!stream->failed(later));
+  CHECK_REFUSED("failed: broken", stream->tell_failure(behind));
+}
+
+TEST(draining_tells_a_failure_after_all_streams_were_waited_for) {
+  const auto bad = create_stream(0), good = create_stream(0);
+  bad->submit([] { throw std::runtime_error("broken"); });
+  Gate gate;
+  const uint64_t ticket = good->submit(gate.work());
+  std::thread opener([&gate] { gate.open(); });
+  CHECK_REFUSED("failed: broken", drain_device(0));
+  CHECK(good->done(ticket));
+  opener.join();
+  drain_device(1);
+}
+
 HARNESS_MAIN()

@@ -24,8 +24,9 @@ def _library() -> ctypes.CDLL:
             ctypes.POINTER(ctypes.c_uint64),
         ]
         library.rbln_sim_device_view.restype = ctypes.c_int
-        library.rbln_sim_graph_begin.argtypes = [ctypes.c_uint32]
-        library.rbln_sim_graph_begin.restype = ctypes.c_int
+        for call in (library.rbln_sim_graph_begin, library.rbln_sim_graph_end):
+            call.argtypes = [ctypes.c_uint32]
+            call.restype = ctypes.c_int
     except AttributeError as error:
         raise RuntimeError(
             "the loaded librbln.so is not the simulator's (no rbln_sim_* control "
@@ -49,6 +50,20 @@ def graph_begin(device: int) -> None:
         raise RuntimeError(
             f"rbln_sim_graph_begin failed for rbln:{device} (code {code})"
         )
+
+
+def graph_end(device: int) -> None:
+    """Tell that the graph this thread began on a device has run.
+
+    Args:
+        device: torch device index.
+
+    Raises:
+        RuntimeError: No graph was begun.
+    """
+    code = _library().rbln_sim_graph_end(device)
+    if code != 0:
+        raise RuntimeError(f"rbln_sim_graph_end failed for rbln:{device} (code {code})")
 
 
 @functools.lru_cache(maxsize=4096)

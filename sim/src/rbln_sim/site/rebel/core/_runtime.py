@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .._device import graph_begin, host_alias, on_device, to_device
+from .._device import graph_begin, graph_end, host_alias, on_device, to_device
 from .._unsupported import not_simulated
 from ._graph import HostGraph
 
@@ -50,11 +50,17 @@ class Runtime:
     def _run(self, inputs: Sequence[Any]) -> tuple[Sequence[Any], dict[int, Any]]:
         devices = {v.device.index for v in inputs if on_device(v)}
         devices.update(d.index for d in self._graph.output_devices if d is not None)
-        for device in sorted(devices):
-            graph_begin(device)
-        bound, by_address = self._bind(inputs)
-        with torch.no_grad():
-            results = self._graph.forward(*bound)
+        begun = []
+        try:
+            for device in sorted(devices):
+                graph_begin(device)
+                begun.append(device)
+            bound, by_address = self._bind(inputs)
+            with torch.no_grad():
+                results = self._graph.forward(*bound)
+        finally:
+            for device in begun:
+                graph_end(device)
         self._input_binding = SimpleNamespace(
             validated=tuple(
                 weakref.ref(v) if isinstance(v, torch.Tensor) else None for v in inputs

@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The cost model: how long a copy takes. Off unless a setting names a cost.
+#pragma once
+
+#include <cstdint>
+
+#include "kind.h"
+
+namespace rbln_sim {
+
+struct Costs {
+  /// Bytes per nanosecond (GB/s); 0: as fast as the host copies.
+  double registered_d2h = 0;
+  double registered_h2d = 0;
+  double pageable_d2h = 0;
+  double pageable_h2d = 0;
+  double d2d = 0;
+  /// Nanoseconds.
+  double submission = 0;
+  double descriptor = 0;
+
+  bool any() const;
+  /// Nanoseconds of the link that a copy takes: its descriptors and its bytes.
+  double link_time(Kind kind, bool registered, uint64_t bytes,
+                   uint64_t descriptors) const;
+};
+
+/// When a copy that begins at `begin` ends. A device has a link per direction, and one
+/// for copies inside it: copies on a link share it, first come, first served. Reserves
+/// the link's time.
+int64_t end_of_copy(Kind kind, uint32_t device, bool registered, uint64_t bytes,
+                    uint64_t descriptors, int64_t begin);
+
+}  // namespace rbln_sim

@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "operation.h"
+
+#include <unistd.h>
+
+#include <thread>
+
+#include "clock.h"
+#include "cost.h"
+#include "faults.h"
+#include "refusal.h"
+#include "settings.h"
+#include "trace.h"
+
+namespace rbln_sim {
+namespace {
+
+bool is_copy(Kind kind) {
+  return kind == Kind::kD2H || kind == Kind::kH2D || kind == Kind::kD2D;
+}
+
+// A real hang ends with the process too: neither a stream's thread nor a signal handler
+// waits for this one.
+[[noreturn]] void hang() {
+  for (;;) pause();
+}
+
+}  // namespace
+
+Operation::Operation(const What& what, std::optional<uint32_t> stream)
+    : what_(what),
+      stream_(stream),
+      thread_(traced(what.kind) ? thread_number() : 0),
+      fault_(faults().next(what.kind, what.device)) {}
+
+void Operation::start() {
+  begin_ = now_ns();
+  if (fault_ == nullptr) return;
+  const int64_t until = begin_ + std::chrono::nanoseconds(fault_->time).count();
+  if (fault_->action == FaultRule::Action::kDelay) wait_until(until);
+  if (fault_->action == FaultRule::Action::kHang) {
+    if (fault_->time.count() == 0) hang();
+    wait_until(until);
+    refuse(kFailure, fault_name(what_.kind), " timed out (fault ", fault_->text, ")");
+  }
+}
+
+void Operation::finish() {
+  if (is_copy(what_.kind) && settings().costs.any()) {
+    wait_until(end_of_copy(what_.kind, what_.device, stream_.has_value(), what_.bytes,
+                           what_.descriptors, begin_));
+  }
+  if (traced(what_.kind)) {
+    write_trace({what_.kind, thread_, what_.bytes, what_.descriptors, what_.device,
+                 stream_, begin_, now_ns()});
+  }
+  if (!fails()) return;
+  if (fault_->action == FaultRule::Action::kOom) {
+    refuse(kFailure, "out of device memory (fault ", fault_->text, ")");
+  }
+  refuse(kFailure, fault_name(what_.kind), " failed (fault ", fault_->text, ")");
+}
+
+}  // namespace rbln_sim

@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What a program makes an NPU do, as faults, the cost model and the trace see it: one
+// operation per call, a batch of copies included.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+#include "fault_rules.h"
+#include "kind.h"
+
+namespace rbln_sim {
+
+/// One operation. It is counted by the constructor, in the thread that calls, so the
+/// n-th of a kind is the n-th that the program asked for. It then runs between start()
+/// and finish(), in the calling thread or in a stream's.
+class Operation {
+ public:
+  struct What {
+    Kind kind;
+    uint32_t device;
+    uint64_t bytes = 0;
+    /// Contiguous pieces of a copy.
+    uint64_t descriptors = 0;
+  };
+
+  /// `stream` is the stream's number on its device; none in the calling thread.
+  /// Throws Refusal if the device is lost, or the trace cannot be written.
+  explicit Operation(const What& what, std::optional<uint32_t> stream = std::nullopt);
+
+  /// Whether a fault will delay it, or keep it from being done.
+  bool disturbed() const { return fault_ != nullptr; }
+  /// Whether it is to fail in finish(), half done.
+  bool fails() const { return fault_ != nullptr && fails_of(*fault_); }
+  /// Take the time, then delay or hang if a fault says so.
+  /// Throws Refusal if it hung for as long as the fault says.
+  void start();
+  /// Last for as long as the cost model says, then write the trace.
+  /// Throws Refusal if it was to fail.
+  void finish();
+
+ private:
+  What what_;
+  std::optional<uint32_t> stream_;
+  int thread_;
+  const FaultRule* fault_;
+  int64_t begin_ = 0;
+};
+
+/// Run `body(pieces)` as an operation in the calling thread. `pieces` is how many of
+/// the descriptors to do: all of them, or half if it is to fail. It is not run where
+/// half of them is none.
+template <typename Body>
+void perform(const Operation::What& what, Body&& body) {
+  Operation operation(what);
+  operation.start();
+  if (!operation.fails()) {
+    body(what.descriptors);
+  } else if (what.descriptors > 1) {
+    body(what.descriptors / 2);
+  }
+  operation.finish();
+}
+
+}  // namespace rbln_sim
