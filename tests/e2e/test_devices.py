@@ -64,8 +64,9 @@ def test_server_restarts_while_the_worker_holds_the_npu(stack: Stack) -> None:
     assert old.process.wait_ended(0.0) in (0, -signal.SIGTERM)
     log = old.process.log()
     assert "MPCacheServer closed" in log
-    assert "Traceback" not in log
+    # Nothing was asked of the NPU, which would have been refused.
     assert "held by" not in log
+    assert "rbln-sim" not in log
     assert stack.opens() == opened
     prompt = stack.prompt(stack.config.chunk_size + 1, "after the restart")
     [cold] = stack.cold([prompt])
