@@ -11,12 +11,14 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
+# Tests that start servers, and so spend their time in other processes than pytest's.
+SERVING_TESTS := tests/e2e tests/examples tests/buildkite
 TESTS := $(wildcard tests sim/tests lmcache-rbln/tests)
 PYTHON_SOURCES := $(wildcard setup.py conftest.py setup_extensions dev lmcache sim \
     lmcache-rbln examples benchmarks tests .buildkite)
 CXX_SOURCES = $(shell git ls-files '*.cc' '*.cpp' '*.h')
 
-.PHONY: setup demo test lint wheel clean distclean
+.PHONY: setup demo test test-serving test-others lint wheel clean distclean
 
 setup:
 	@$(PYTHON) dev/setup_env.py
@@ -24,11 +26,18 @@ setup:
 demo: setup
 	@$(BIN)/python -m examples.rbln_demo
 
+# Two halves at once: CI has two cores, and neither half keeps both busy.
 test: setup
+	@$(MAKE) --no-print-directory -j2 test-serving test-others
+
+test-serving:
+	$(BIN)/python -m pytest $(SERVING_TESTS) $(PYTEST_ARGS)
+
+test-others:
 	$(MAKE) -C sim test
 	RBLN_SIM_DEFERRED=1 $(BIN)/python -m pytest tests --runtime sim -m deferred \
 	    $(PYTEST_ARGS)
-	$(BIN)/python -m pytest $(TESTS) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(TESTS) $(SERVING_TESTS:%=--ignore=%) $(PYTEST_ARGS)
 
 lint: setup
 	$(BIN)/ruff check $(PYTHON_SOURCES)
