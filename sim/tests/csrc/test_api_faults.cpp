@@ -127,11 +127,12 @@ TEST(a_delayed_copy_is_late_and_right) {
 TEST(a_copy_that_hangs_is_never_done_and_the_process_ends) {
   set_faults("hang:d2h:1");
   const uint64_t vaddr = make_bound(), stream = make_stream(), other = make_stream();
-  static std::string got(kSize, '?');
+  // The stream's thread keeps it until the process ends.
+  static auto* got = new std::string(kSize, '?');
   uint64_t handle;
   bool done = true;
   rbln_set_current_stream(0, stream);
-  rbln_memcpy_v2h_async(vaddr, address(got.data()), kSize, &handle);
+  rbln_memcpy_v2h_async(vaddr, address(got->data()), kSize, &handle);
   CHECK_EQ(rbln_stream_synchronize(other), kSuccess);
   std::this_thread::sleep_for(std::chrono::milliseconds(20));
   CHECK_EQ(rbln_stream_query(stream, &done), kSuccess);

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading, summing up and drawing the simulated NPU's traces."""
+
+# Future
+from __future__ import annotations
+
+# Standard
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+# Third Party
+import pytest
+from rbln_sim import trace
+
+MS = 1_000_000
+
+
+def line(kind: str, begin: float, end: float, **more: Any) -> dict[str, Any]:
+    """Return one operation; times are in ms."""
+    operation = {
+        "pid": 7,
+        "thread": 70,
+        "kind": kind,
+        "bytes": 0,
+        "descriptors": 0,
+        "device": 0,
+        "stream": None,
+        "begin": int(begin * MS),
+        "end": int(end * MS),
+    }
+    return operation | more
+
+
+#: Two overlapping copies on two streams; the host works from 1 to 6 ms, then waits.
+LINES = [
+    line("h2d", 0, 1, bytes=4096, descriptors=1),
+    line("d2h", 1, 5, bytes=8 << 20, descriptors=4, stream=1),
+    line("d2h", 3, 9, bytes=8 << 20, descriptors=4, stream=2),
+    line("wait", 6, 9),
+]
+
+
+def written(path: Path, lines: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(item) + "\n" for item in lines))
+    return path
+
+
+def test_totals_count_time_once_where_copies_overlap(tmp_path: Path) -> None:
+    operations = trace.read(written(tmp_path / "t", LINES))
+    sums = trace.totals(operations)
+    assert sums["d2h"] == trace.Total(2, 16 << 20, 8, 8 * MS)
+    assert sums["h2d"] == trace.Total(1, 4096, 1, MS)
+    assert list(sums) == ["d2h", "h2d", "wait"]
+
+
+def test_the_host_works_between_its_operations(tmp_path: Path) -> None:
+    operations = trace.read(written(tmp_path / "t", LINES))
+    assert trace.host_work(operations) == [(MS, 6 * MS)]
+    # Streams were busy from 1 to 9 ms, the host worked for 5 of these 8.
+    assert "8.00 ms, during 62 % of which the host worked" in trace.report(operations)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "wanted"),
+    [
+        ([], [(0, 5)], []),
+        ([(0, 5)], [(5, 9)], []),
+        ([(0, 5), (7, 9)], [(4, 8)], [(4, 5), (7, 8)]),
+        ([(0, 9)], [(1, 2), (3, 4)], [(1, 2), (3, 4)]),
+    ],
+)
+def test_common(left: Any, right: Any, wanted: Any) -> None:
+    assert trace.common(left, right) == wanted
+    assert trace.common(right, left) == wanted
+
+
+def test_covered_joins_what_touches() -> None:
+    assert trace.covered([(5, 6), (0, 2), (2, 3), (1, 2)]) == [(0, 3), (5, 6)]
+
+
+def test_the_command_prints_and_draws(tmp_path: Path) -> None:
+    path = written(tmp_path / "t", LINES)
+    run = subprocess.run(
+        [sys.executable, "-m", "rbln_sim.trace", str(path)],
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    assert "16.00" in run.stdout and "timeline:" in run.stdout
+    assert Path(f"{path}.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("not json\n", "t:1"),
+        (json.dumps(LINES[0]) + '\n{"pid": 1}\n', "t:2"),
+        (json.dumps(LINES[0] | {"kind": "teleport"}) + "\n", "teleport"),
+        (json.dumps(LINES[0] | {"end": -1}) + "\n", "times"),
+        ("", "has no operations"),
+    ],
+)
+def test_what_is_no_trace_is_refused(
+    tmp_path: Path, text: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "t"
+    path.write_text(text)
+    assert trace.main([str(path)]) == 1
+    assert message in capsys.readouterr().err
+    assert trace.main([str(tmp_path / "missing")]) == 1
+
+
+TRANSFER = """
+import torch
+from kv_reference import Case, assert_same_bytes, move, random_bits, upload
+from lmcache.lmcache_native import TransferDirection
+from lmcache.v1.platform.devices.rbln.device_ops import RblnDeviceOps
+
+case = Case("blocks_first")
+block_ids, chunk_tokens = [3, 1], 2 * case.block_size
+layers = [random_bits(case.layer_shape, case.dtype, i) for i in range(2)]
+chunks = [random_bits(case.chunk_shape(chunk_tokens), case.dtype, 9)]
+on_device = [upload(layer, "rbln") for layer in layers]
+got = [chunk.clone() for chunk in chunks]
+move(case, True, layers, chunks, block_ids, chunk_tokens, 0)
+RblnDeviceOps().multi_layer_block_kv_transfer(
+    on_device, got, block_ids, on_device[0].device, TransferDirection.D2H,
+    case.shape_desc(), chunk_tokens, case.engine_kv_format, 0)
+assert_same_bytes(got, chunks)
+"""
+
+
+@pytest.mark.sim
+def test_a_transfer_of_the_backend_is_traced(
+    rbln_sim_run: Any, rbln_sim_environment: dict[str, str], tmp_path: Path
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    support = Path(__file__).parents[2] / "tests" / "support"
+    done = rbln_sim_run(
+        TRANSFER,
+        RBLN_SIM_TRACE=str(path),
+        PYTHONPATH=f"{rbln_sim_environment['PYTHONPATH']}:{support}",
+    )
+    assert done.returncode == 0, done.stderr
+    operations = trace.read(path)
+    copies = [o for o in operations if o.kind == "d2h" and o.stream is not None]
+    # Of each of 2 layers, 2 blocks of K and V in bfloat16: 2 heads x 4 tokens x 8.
+    assert sum(copy.bytes for copy in copies) == 2 * 2 * 2 * (2 * 4 * 8) * 2
+    # A block's K and V lie side by side in a blocks-first cache, so they are one piece.
+    assert sum(copy.descriptors for copy in copies) == 2 * 2
+    assert {copy.device for copy in copies} == {0}
+    # Each layer was uploaded whole before, and something waited for the copies.
+    assert [o.bytes for o in operations if o.kind == "h2d"] == [1280, 1280]
+    assert any(o.kind == "wait" for o in operations)
+    assert trace.main([str(path)]) == 0
+    assert Path(f"{path}.png").read_bytes().startswith(b"\x89PNG")
