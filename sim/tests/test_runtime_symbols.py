@@ -16,7 +16,12 @@ from rbln_sim.elf import dynamic_symbols
 
 pytestmark = pytest.mark.sim
 README = Path(symbols.__file__).parents[2] / "README.md"
-CONTROL = {"rbln_sim_check", "rbln_sim_device_view", "rbln_sim_graph_begin"}
+CONTROL = {
+    "rbln_sim_check",
+    "rbln_sim_device_view",
+    "rbln_sim_graph_begin",
+    "rbln_sim_graph_end",
+}
 
 
 @pytest.fixture(scope="module")
