@@ -34,7 +34,7 @@ test-serving:
 	$(BIN)/python -m pytest $(SERVING_TESTS) $(PYTEST_ARGS)
 
 test-others:
-	$(MAKE) -C sim test
+	$(MAKE) -C sim test test-asan test-tsan
 	RBLN_SIM_DEFERRED=1 $(BIN)/python -m pytest tests --runtime sim -m deferred \
 	    $(PYTEST_ARGS)
 	$(BIN)/python -m pytest $(TESTS) $(SERVING_TESTS:%=--ignore=%) $(PYTEST_ARGS)

@@ -32,6 +32,7 @@ RunPython = Callable[..., subprocess.CompletedProcess[str]]
 
 MARKER = "rbln_sim"
 SETTINGS = (
+    "D2D_GBPS",
     "DEFERRED",
     "DESCRIPTOR_US",
     "DEVICES",
