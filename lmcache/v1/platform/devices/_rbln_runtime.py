@@ -13,7 +13,13 @@ import importlib.util
 import os
 import sys
 
+BACKEND_ENV_VAR = "LMCACHE_DEVICE_BACKEND"
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+
+
+def is_pinned() -> bool:
+    """Return whether ``LMCACHE_DEVICE_BACKEND`` leaves LMCache no other device."""
+    return os.environ.get(BACKEND_ENV_VAR, "").strip().lower() == "rbln"
 
 
 def missing_runtime() -> str | None:
@@ -45,8 +51,7 @@ def missing_runtime() -> str | None:
 
 def _import_torch_without_backends() -> None:
     """Import torch, if it is not yet, with its backends left out this once."""
-    pinned = os.environ.get("LMCACHE_DEVICE_BACKEND", "").strip().lower() == "rbln"
-    if pinned or "torch" in sys.modules or _AUTOLOAD in os.environ:
+    if is_pinned() or "torch" in sys.modules or _AUTOLOAD in os.environ:
         return
     if missing_runtime() is None:
         return

@@ -20,15 +20,17 @@ import os
 # First Party
 from lmcache.logging import init_logger
 from lmcache.v1.platform.base.device_spec import DeviceSpec
-from lmcache.v1.platform.devices._rbln_runtime import missing_runtime
+from lmcache.v1.platform.devices._rbln_runtime import (
+    BACKEND_ENV_VAR,
+    is_pinned,
+    missing_runtime,
+)
 
 if TYPE_CHECKING:
     # First Party
     from lmcache.v1.platform.base.device_ops import DeviceOps
 
 logger = init_logger(__name__)
-
-_BACKEND_ENV_VAR = "LMCACHE_DEVICE_BACKEND"
 
 
 class RblnDeviceSpec(DeviceSpec):
@@ -92,10 +94,10 @@ class RblnDeviceSpec(DeviceSpec):
         reason = _unavailable_reason()
         if reason is None:
             return True
-        if os.environ.get(_BACKEND_ENV_VAR, "").strip().lower() == "rbln":
+        if is_pinned():
             raise RuntimeError(
-                f"{_BACKEND_ENV_VAR}=rbln, but {reason}. Fix that, or unset "
-                f"{_BACKEND_ENV_VAR} to let LMCache choose another device"
+                f"{BACKEND_ENV_VAR}=rbln, but {reason}. Fix that, or unset "
+                f"{BACKEND_ENV_VAR} to let LMCache choose another device"
             )
         if not self._warned and importlib.util.find_spec("torch_rbln") is not None:
             RblnDeviceSpec._warned = True
@@ -103,7 +105,7 @@ class RblnDeviceSpec(DeviceSpec):
                 "torch-rbln is installed, but LMCache does not use RBLN: %s. It runs "
                 "on another device or on the CPU; set %s=rbln to stop instead",
                 reason,
-                _BACKEND_ENV_VAR,
+                BACKEND_ENV_VAR,
             )
         return False
 
