@@ -302,6 +302,11 @@ STEPS = {
         lambda: install_editable("sim"),
         product=ROOT / "sim" / "build" / "librbln.so",
     ),
+    "extension": Step(
+        "lmcache-rbln",
+        lambda: digest([ROOT / "lmcache-rbln" / "pyproject.toml"]),
+        lambda: install_editable("lmcache-rbln"),
+    ),
 }
 
 
