@@ -35,7 +35,7 @@ test-serving:
 
 test-others:
 	$(MAKE) -C sim test test-asan test-tsan
-	RBLN_SIM_DEFERRED=1 $(BIN)/python -m pytest tests --runtime sim -m deferred \
+	RBLN_SIM_DEFERRED=1 $(BIN)/python -m pytest tests lmcache-rbln/tests --runtime sim -m deferred \
 	    $(PYTEST_ARGS)
 	$(BIN)/python -m pytest $(TESTS) $(SERVING_TESTS:%=--ignore=%) $(PYTEST_ARGS)
 

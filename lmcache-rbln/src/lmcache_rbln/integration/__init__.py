@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Serving engines that LMCache works in."""

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``RBLNLMCacheConnectorV1``, which vllm-rbln registers under this module's path."""
+
+# Future
+from __future__ import annotations
+
+# Standard
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+import os
+
+# Third Party
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+import torch
+
+# First Party
+from lmcache import torch_device_type
+from lmcache.integration.vllm.lmcache_connector_v1 import LMCacheConnectorV1Dynamic
+from lmcache.integration.vllm.vllm_v1_adapter import LMCacheConnectorMetadata
+from lmcache.logging import init_logger
+from lmcache_rbln.integration.vllm import service, startup_checks
+from lmcache_rbln.settings import RECOMPUTE, Settings
+
+if TYPE_CHECKING:
+    # Third Party
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+    # First Party
+    from lmcache_rbln.paged_kv import RBLNPagedKVConnector
+
+logger = init_logger(__name__)
+
+
+@dataclass
+class RBLNConnectorMetadata(LMCacheConnectorMetadata):
+    """What the scheduler tells the workers for one step.
+
+    Attributes:
+        dropped_lookups: Requests that ended before they were scheduled; what their
+            lookup pinned is to be released.
+    """
+
+    dropped_lookups: list[str] = field(default_factory=list)
+
+
+class RBLNLMCacheConnectorV1(LMCacheConnectorV1Dynamic):
+    """LMCache in vLLM's own processes, with KV on RBLN NPUs.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        role: Scheduler or worker.
+        kv_cache_config: vLLM's plan of the KV cache.
+
+    Raises:
+        RuntimeError: If PYTHONHASHSEED is not fixed, or LMCache can't start and
+            ``lmcache_rbln.allow_degraded`` is not set.
+        ValueError: If a setting or the model is not supported.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        role: KVConnectorRole,
+        kv_cache_config: KVCacheConfig | None = None,
+    ) -> None:
+        startup_checks.require_hash_seed(os.environ)
+        config = service.engine_config(vllm_config)
+        transfer_config = vllm_config.kv_transfer_config
+        assert transfer_config is not None
+        self._settings = Settings.parse(
+            config.extra_config, transfer_config.kv_connector_extra_config
+        )
+        startup_checks.require_supported(config, vllm_config, kv_cache_config)
+        self._paged_kv: RBLNPagedKVConnector | None = None
+        #: Requests that ended between their lookup and their first step.
+        self._dropped_lookups: list[str] = []
+        if role == KVConnectorRole.SCHEDULER:
+            if self._settings.load_failure_policy == RECOMPUTE:
+                # vLLM reads it from here once the scheduler has its connector.
+                transfer_config.kv_load_failure_policy = "recompute"
+        else:
+            self._create_engine(config, vllm_config)
+        super().__init__(vllm_config, role, kv_cache_config)
+        # Slot mappings are read on the host only.
+        self._lmcache_engine.device = torch.device("cpu")
+        self._require_healthy()
+
+    def _create_engine(self, config: Any, vllm_config: VllmConfig) -> None:
+        try:
+            startup_checks.require_rbln(torch_device_type)
+            self._paged_kv = service.create_engine(config, vllm_config)
+        except Exception as error:
+            if not self._settings.allow_degraded:
+                raise
+            self._warn_degraded(error)
+
+    def _require_healthy(self) -> None:
+        """Stop where LMCache would go on without a cache."""
+        manager = self._lmcache_engine._manager
+        problems = []
+        if not manager.is_healthy():
+            problems.append(manager._init_failed_reason or "LMCache is not healthy")
+        engine = manager.lmcache_engine
+        if engine is not None and engine.storage_manager is not None:
+            problems += startup_checks.missing_tiers(
+                engine.config, engine.storage_manager.storage_backends
+            )
+        if not problems:
+            return
+        if self._settings.allow_degraded:
+            self._warn_degraded("; ".join(problems))
+            return
+        # Its threads would keep the process from ending.
+        self.shutdown()
+        raise RuntimeError(
+            f"LMCache could not start: {'; '.join(problems)}. Fix that, or set "
+            '"lmcache_rbln.allow_degraded": true in kv_connector_extra_config to serve '
+            "without a cache"
+        )
+
+    def _warn_degraded(self, reason: object) -> None:
+        logger.warning(
+            "LMCache could not start and lmcache_rbln.allow_degraded is set: serving "
+            "without this cache, everything is recomputed. Reason: %s",
+            reason,
+        )
+
+    # ==============================
+    # Worker-side methods
+    # ==============================
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Take the KV cache, in place of an earlier one.
+
+        Called once before warm-up, or after it where the KV cache is sized by then.
+
+        Args:
+            kv_caches: KV tensor by layer name, in the order of the layers.
+
+        Raises:
+            ValueError: If LMCache can't serve these tensors.
+            RuntimeError: If LMCache's storage can't start.
+        """
+        if self._paged_kv is not None:
+            try:
+                kv = self._paged_kv.register(list(kv_caches.values()))
+            except ValueError:
+                self.shutdown()
+                raise
+            logger.info(
+                "KV cache on %s: %d layers of %d blocks of %d tokens, %s, %s",
+                kv.device,
+                len(kv.layers),
+                kv.num_blocks,
+                kv.block_size,
+                kv.dtype,
+                kv.kv_format,
+            )
+        if self._lmcache_engine.kv_caches:
+            self._lmcache_engine.kv_caches = kv_caches
+            return
+        super().register_kv_caches(kv_caches)
+        self._require_healthy()
+
+    def finalize_kv_cache_registration(self) -> None:
+        """Confirm the registration once warm-up has run.
+
+        vllm-rbln does not call this where warm-up is skipped, so nothing depends on it.
+
+        Raises:
+            RuntimeError: If no KV cache was registered.
+        """
+        if not self._lmcache_engine.kv_caches:
+            raise RuntimeError("the KV cache was finalized but never registered")
+        logger.info("KV cache registration is final")
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Load what LMCache holds of this step's requests; complete on return.
+
+        Args:
+            forward_context: vLLM's forward context.
+            kwargs: Passed on.
+        """
+        metadata = self._get_connector_metadata()
+        engine = self._lmcache_engine.lmcache_engine
+        if isinstance(metadata, RBLNConnectorMetadata) and engine is not None:
+            for request_id in metadata.dropped_lookups:
+                engine.lookup_unpin(request_id)
+        super().start_load_kv(forward_context, **kwargs)
+
+    # ==============================
+    # Scheduler-side methods
+    # ==============================
+    def build_connector_meta(
+        self, scheduler_output: SchedulerOutput
+    ) -> KVConnectorMetadata:
+        """Build the metadata of one step.
+
+        Args:
+            scheduler_output: What the scheduler decided.
+
+        Returns:
+            What the workers load, store and release.
+        """
+        metadata = super().build_connector_meta(scheduler_output)
+        assert isinstance(metadata, LMCacheConnectorMetadata)
+        dropped, self._dropped_lookups = self._dropped_lookups, []
+        return RBLNConnectorMetadata(metadata.requests, dropped)
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Note the end of a request.
+
+        Args:
+            request: The request.
+            block_ids: Its blocks.
+
+        Returns:
+            Whether its blocks must be kept, and parameters for its answer.
+        """
+        request_id = request.request_id
+        if self._lmcache_engine.load_specs.pop(request_id, None) is not None:
+            # Looked up but never scheduled: no step will release its pins.
+            self._lmcache_engine._requests_priority.pop(request_id, None)
+            if self._lmcache_engine.lookup_client is not None:
+                self._lmcache_engine.lookup_client.clear_lookup_status(request_id)
+            self._dropped_lookups.append(request_id)
+        return super().request_finished(request, block_ids)

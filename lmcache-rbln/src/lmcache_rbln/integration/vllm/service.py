@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LMCache's engine for RBLN, made before LMCache would make its own.
+
+LMCache has no connector for RBLN's paged KV cache and, where it can't make one, serves
+on without a cache. An engine that exists under the name it looks for is used as it is.
+"""
+
+# Future
+from __future__ import annotations
+
+# Standard
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+# Third Party
+from vllm.distributed.parallel_state import get_tp_group
+import torch
+
+# First Party
+from lmcache.integration.vllm.utils import ENGINE_NAME, lmcache_get_or_create_config
+from lmcache.integration.vllm.vllm_service_factory import VllmServiceFactory
+from lmcache.logging import init_logger
+from lmcache.v1.cache_engine import LMCacheEngine, LMCacheEngineBuilder
+from lmcache.v1.config import LMCacheEngineConfig
+from lmcache.v1.config_base import validate_and_set_config_value
+from lmcache_rbln.paged_kv import RBLNPagedKVConnector, TransferFailedError
+
+if TYPE_CHECKING:
+    # Third Party
+    from vllm.config import VllmConfig
+
+logger = init_logger(__name__)
+
+_LMCACHE_PREFIX = "lmcache."
+#: LMCache's default for MLA under tensor parallelism sends chunks from rank to rank
+#: through device memory, by device indices that RBLN workers do not have.
+SAVE_ONLY_FIRST_RANK = "save_only_first_rank"
+
+
+def engine_config(vllm_config: VllmConfig) -> LMCacheEngineConfig:
+    """Return LMCache's configuration of this process.
+
+    Args:
+        vllm_config: Its ``kv_connector_extra_config`` may override settings
+            (``lmcache.*``).
+
+    Returns:
+        The one object that LMCache uses too.
+    """
+    config = lmcache_get_or_create_config()
+    transfer_config = vllm_config.kv_transfer_config
+    assert transfer_config is not None
+    for key, value in transfer_config.kv_connector_extra_config.items():
+        name = key.removeprefix(_LMCACHE_PREFIX)
+        if name != key and hasattr(config, name):
+            validate_and_set_config_value(config, name, value)
+    # Every rank stores and loads its own copy.
+    config.extra_config = {SAVE_ONLY_FIRST_RANK: False, **(config.extra_config or {})}
+    return config
+
+
+def create_engine(
+    config: LMCacheEngineConfig, vllm_config: VllmConfig
+) -> RBLNPagedKVConnector:
+    """Make the worker's engine.
+
+    Args:
+        config: LMCache's configuration.
+        vllm_config: vLLM's configuration.
+
+    Returns:
+        The engine's connector to the paged KV cache.
+
+    Raises:
+        RuntimeError: If the process has an engine already.
+    """
+    if LMCacheEngineBuilder.get(ENGINE_NAME) is not None:
+        raise RuntimeError(
+            "this process has an LMCache engine already; shut the earlier vLLM engine "
+            "down first"
+        )
+    factory = VllmServiceFactory(config, vllm_config, "worker")
+    metadata = factory.get_or_create_metadata()
+    assert metadata is not None
+    paged_kv = RBLNPagedKVConnector(metadata)
+    tp_group = get_tp_group()
+    engine = LMCacheEngineBuilder.get_or_create(
+        ENGINE_NAME,
+        config,
+        metadata,
+        paged_kv,
+        tp_group.broadcast,
+        tp_group.broadcast_object,
+    )
+    _miss_instead_of_raise(engine)
+    return paged_kv
+
+
+def _miss_instead_of_raise(engine: LMCacheEngine) -> None:
+    """Turn a failed transfer into a chunk that is not stored, or a miss.
+
+    LMCache lets a connector's error through, which ends the vLLM worker, and keeps the
+    references to the memory objects.
+    """
+    store: Callable[..., None] = engine.store
+    retrieve: Callable[..., torch.Tensor] = engine.retrieve
+
+    def store_or_drop(*args: Any, **kwargs: Any) -> None:
+        try:
+            store(*args, **kwargs)
+        except TransferFailedError as error:
+            _release(error, unpin=False)
+            logger.error("[req_id=%s] KV not stored: %s", kwargs.get("req_id"), error)
+
+    def retrieve_or_miss(
+        tokens: Any, mask: torch.Tensor | None = None, **kwargs: Any
+    ) -> torch.Tensor:
+        try:
+            return retrieve(tokens, mask, **kwargs)
+        except TransferFailedError as error:
+            _release(error, unpin=engine.async_loading)
+            logger.error("[req_id=%s] KV not loaded: %s", kwargs.get("req_id"), error)
+            return torch.zeros(len(tokens), dtype=torch.bool)
+
+    # On this engine only; LMCache's class stays as it is.
+    engine.store = store_or_drop
+    engine.retrieve = retrieve_or_miss
+
+
+def _release(error: TransferFailedError, unpin: bool) -> None:
+    for memory_obj in error.memory_objs:
+        if unpin and memory_obj.is_pinned:
+            memory_obj.unpin()
+        memory_obj.ref_count_down()

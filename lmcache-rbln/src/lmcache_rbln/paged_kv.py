@@ -1,0 +1,427 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Moves KV between vLLM's paged cache and LMCache's memory objects, in process.
+
+Host memory objects hold a chunk in LMCache's token-major layout, ``[2, L, T, NH*HS]``
+or ``[1, L, T, HS]`` for MLA. They are filled and read by the active device's public
+``DeviceOps.multi_layer_block_kv_transfer``, one call per request.
+
+A storage backend may hand out memory objects *on the device* instead, in whatever
+layout suits it: nothing but the same device reads them. They go to a
+:class:`DeviceChunkTransfer`, given to :class:`RBLNPagedKVConnector` when it is made
+(``integration/vllm/service.py``). Which way a memory object goes is decided by the
+device of its tensor and by nothing else.
+"""
+
+# Future
+from __future__ import annotations
+
+# Standard
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+# Third Party
+import torch
+
+# First Party
+from lmcache.lmcache_native import EngineKVFormat, TransferDirection
+from lmcache.utils import EngineType
+from lmcache.v1.gpu_connector.gpu_connectors import GPUConnectorInterface
+from lmcache.v1.gpu_connector.utils import (
+    get_block_size,
+    get_device,
+    get_dtype,
+    get_head_size,
+    get_kv_size,
+    get_num_blocks,
+    get_num_heads,
+    get_num_layers,
+    make_page_buffer_shape_desc,
+    normalize_kv_and_discover_format,
+)
+from lmcache.v1.memory_management import MemoryObj
+from lmcache.v1.metadata import LMCacheMetadata
+from lmcache.v1.platform import resolve_device_ops
+from lmcache.v1.platform.base.device_ops import DeviceOps
+from lmcache.v1.platform.ops_types import PageBufferShapeDesc
+
+
+class TransferFailedError(RuntimeError):
+    """A transfer did not complete; the caller still owns the memory objects.
+
+    Attributes:
+        memory_objs: The memory objects of the call, none of them to be trusted.
+    """
+
+    def __init__(self, message: str, memory_objs: Sequence[MemoryObj]) -> None:
+        super().__init__(message)
+        self.memory_objs = list(memory_objs)
+
+
+@dataclass(frozen=True)
+class PagedKV:
+    """vLLM's paged KV cache, as far as a transfer must know it.
+
+    Attributes:
+        source: The tensors that vLLM registered, one per layer.
+        layers: The same storage in the shape that ``kv_format`` describes.
+        kv_format: Layout of the layers.
+        shape_desc: LMCache's description of the layers.
+        ops: Operations of the device that holds them.
+        device: Device that holds the layers.
+        dtype: Type of an element.
+        planes: 2 for keys and values, 1 for MLA.
+        block_size: Tokens per block.
+        num_blocks: Blocks per layer.
+        hidden_size: Elements per token, layer and plane.
+    """
+
+    source: tuple[torch.Tensor, ...]
+    layers: list[torch.Tensor]
+    kv_format: EngineKVFormat
+    shape_desc: PageBufferShapeDesc
+    ops: DeviceOps
+    device: torch.device
+    dtype: torch.dtype
+    planes: int
+    block_size: int
+    num_blocks: int
+    hidden_size: int
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor]) -> PagedKV:
+        """Describe a KV cache.
+
+        Args:
+            tensors: One per layer, as vLLM registers them.
+
+        Returns:
+            The description.
+
+        Raises:
+            ValueError: If LMCache does not know the layout.
+        """
+        kv_format, layers = normalize_kv_and_discover_format(
+            list(tensors), EngineType.VLLM
+        )
+        num_layers = get_num_layers(layers, kv_format)
+        block_size = get_block_size(layers, kv_format)
+        num_blocks = get_num_blocks(layers, kv_format)
+        device = get_device(layers)
+        return cls(
+            source=tuple(tensors),
+            # One tensor per layer came in, and so they are returned.
+            layers=cast("list[torch.Tensor]", layers),
+            kv_format=kv_format,
+            shape_desc=make_page_buffer_shape_desc(
+                layers,
+                kv_format,
+                layer_idx=0,
+                num_layers_in_group=num_layers,
+                num_blocks=num_blocks,
+                block_size=block_size,
+            ),
+            ops=resolve_device_ops(device.type),
+            device=device,
+            dtype=get_dtype(layers, kv_format),
+            planes=get_kv_size(layers, kv_format),
+            block_size=block_size,
+            num_blocks=num_blocks,
+            hidden_size=get_num_heads(layers, kv_format)
+            * get_head_size(layers, kv_format),
+        )
+
+    def is_over(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Tell whether this describes exactly these tensors."""
+        return len(tensors) == len(self.source) and all(
+            mine is given for mine, given in zip(self.source, tensors, strict=True)
+        )
+
+
+@dataclass(frozen=True)
+class ChunkBlocks:
+    """One chunk and where it lies in the paged cache.
+
+    Attributes:
+        memory_obj: LMCache's memory for the chunk.
+        tokens: Tokens in the chunk; the last block may be filled in part.
+        block_ids: Blocks of the chunk in token order.
+        skip_blocks: Leading blocks that must be left alone.
+    """
+
+    memory_obj: MemoryObj
+    tokens: int
+    block_ids: list[int]
+    skip_blocks: int
+
+
+class DeviceChunkTransfer(Protocol):
+    """Moves chunks whose memory objects are on the device.
+
+    Both calls return when the copies are complete, and raise if one fails. Any number
+    of threads may call.
+    """
+
+    def gather(self, kv: PagedKV, chunks: Sequence[ChunkBlocks]) -> None:
+        """Copy blocks of the paged cache into the chunks' memory objects."""
+
+    def scatter(self, kv: PagedKV, chunks: Sequence[ChunkBlocks]) -> None:
+        """Copy the chunks' memory objects into blocks of the paged cache."""
+
+
+class RBLNPagedKVConnector(GPUConnectorInterface):
+    """LMCache's connector to vLLM-RBLN's paged KV cache.
+
+    Transfers are complete when a call returns. Any number of threads may call.
+
+    Args:
+        metadata: LMCache's description of the model.
+        device_chunks: Serves memory objects on the device, if a storage backend hands
+            out such.
+    """
+
+    def __init__(
+        self,
+        metadata: LMCacheMetadata,
+        device_chunks: DeviceChunkTransfer | None = None,
+    ) -> None:
+        self._metadata = metadata
+        self._device_chunks = device_chunks
+        self._kv: PagedKV | None = None
+
+    def register(self, tensors: Sequence[torch.Tensor]) -> PagedKV:
+        """Take the KV cache that transfers are for, in place of an earlier one.
+
+        Args:
+            tensors: One per layer, as vLLM registers them.
+
+        Returns:
+            What is known of it.
+
+        Raises:
+            ValueError: If the tensors have no memory, LMCache does not know their
+                layout, or they are not of the model that LMCache was told of.
+        """
+        if any(tensor.is_meta for tensor in tensors):
+            raise ValueError(
+                "the KV caches are meta tensors without memory, wanted tensors on the "
+                "NPU; start vLLM with VLLM_RBLN_USE_DEVICE_TENSOR=1"
+            )
+        kv = PagedKV.of(tensors)
+        num_layers, planes, _, heads, head_size = self._metadata.kv_shape
+        chunk_size = self._metadata.chunk_size
+        if chunk_size % kv.block_size:
+            raise ValueError(
+                f"LMCache's chunk size is {chunk_size} tokens, wanted a multiple of "
+                f"the KV cache's block size {kv.block_size}; set LMCACHE_CHUNK_SIZE"
+            )
+        facts = {
+            "layers": (len(kv.layers), num_layers),
+            "planes (K and V)": (kv.planes, planes),
+            "elements per token": (kv.hidden_size, heads * head_size),
+            "dtype": (kv.dtype, self._metadata.kv_dtype),
+        }
+        for what, (got, wanted) in facts.items():
+            if got != wanted:
+                raise ValueError(
+                    f"{what}: the KV cache has {got}, but LMCache expects {wanted} "
+                    "from the model's configuration; this model is not supported"
+                )
+        self._kv = kv
+        return kv
+
+    def initialize_kvcaches_ptr(self, **kwargs: Any) -> None:
+        """Register the layers in ``kvcaches`` unless they are registered."""
+        tensors = kwargs.get("kvcaches")
+        if tensors is not None:
+            self._kv_of(tensors)
+
+    def get_shape(self, num_tokens: int) -> torch.Size:
+        """Return the shape of a chunk of ``num_tokens`` tokens."""
+        num_layers, planes, _, heads, head_size = self._metadata.kv_shape
+        return torch.Size([planes, num_layers, num_tokens, heads * head_size])
+
+    def from_gpu(
+        self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any
+    ) -> None:
+        """Gather one chunk; see :meth:`batched_from_gpu`."""
+        self.batched_from_gpu([memory_obj], [start], [end], **kwargs)
+
+    def to_gpu(
+        self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any
+    ) -> None:
+        """Scatter one chunk; see :meth:`batched_to_gpu`."""
+        self.batched_to_gpu([memory_obj], [start], [end], **kwargs)
+
+    def batched_from_gpu(  # type: ignore[override]  # lists of lists: layer-wise mode
+        self,
+        memory_objs: Sequence[MemoryObj],
+        starts: Sequence[int],
+        ends: Sequence[int],
+        **kwargs: Any,
+    ) -> None:
+        """Gather token ranges of a request into memory objects.
+
+        Args:
+            memory_objs: One per range, each for exactly its tokens.
+            starts: First token of each range, at a block's start.
+            ends: Token behind each range.
+            kwargs: ``kvcaches``: the layers; ``slot_mapping``: slot of each token of
+                the request, from its first one on.
+
+        Raises:
+            TransferFailedError: If the arguments do not fit or the device fails.
+        """
+        self._move(TransferDirection.D2H, memory_objs, starts, ends, 0, kwargs)
+
+    def batched_to_gpu(  # type: ignore[override]  # layer-wise mode's other meaning
+        self,
+        memory_objs: Sequence[MemoryObj],
+        starts: Sequence[int],
+        ends: Sequence[int],
+        **kwargs: Any,
+    ) -> None:
+        """Scatter memory objects into the blocks of a request.
+
+        Args:
+            memory_objs: One per range, each with exactly its tokens.
+            starts: First token of each range, at a block's start.
+            ends: Token behind each range.
+            kwargs: As for :meth:`batched_from_gpu`, and ``vllm_cached_tokens``: leading
+                tokens of the request that vLLM holds already. Blocks that hold only
+                such tokens are not written.
+
+        Raises:
+            TransferFailedError: If the arguments do not fit or the device fails.
+        """
+        cached = int(kwargs.get("vllm_cached_tokens") or 0)
+        self._move(TransferDirection.H2D, memory_objs, starts, ends, cached, kwargs)
+
+    def _kv_of(self, tensors: Sequence[torch.Tensor]) -> PagedKV:
+        kv = self._kv
+        if kv is not None and kv.is_over(tensors):
+            return kv
+        return self.register(tensors)
+
+    def _move(
+        self,
+        direction: TransferDirection,
+        memory_objs: Sequence[MemoryObj],
+        starts: Sequence[int],
+        ends: Sequence[int],
+        cached_tokens: int,
+        kwargs: dict[str, Any],
+    ) -> None:
+        try:
+            kv = self._kv_of(kwargs["kvcaches"])
+            slots = kwargs["slot_mapping"].to("cpu", torch.long)
+            chunks = [
+                _locate(kv, obj, slots, start, end, cached_tokens)
+                for obj, start, end in zip(memory_objs, starts, ends, strict=True)
+            ]
+            chunks = [c for c in chunks if c.skip_blocks < len(c.block_ids)]
+            host = [c for c in chunks if _tensor(c).device.type == "cpu"]
+            on_device = [c for c in chunks if _tensor(c).device == kv.device]
+            if len(host) + len(on_device) != len(chunks):
+                wrong = {str(_tensor(c).device) for c in chunks} - {"cpu"}
+                raise ValueError(
+                    f"memory objects on {', '.join(sorted(wrong))}, wanted cpu or the "
+                    f"KV cache's {kv.device}"
+                )
+            for run in _runs(host, self._metadata.chunk_size):
+                self._move_host(kv, direction, run)
+            if on_device:
+                self._move_on_device(kv, direction, on_device)
+        except Exception as error:
+            verb = "gather" if direction == TransferDirection.D2H else "scatter"
+            raise TransferFailedError(
+                f"could not {verb} KV of {len(memory_objs)} chunks: {error}",
+                memory_objs,
+            ) from error
+
+    def _move_host(
+        self, kv: PagedKV, direction: TransferDirection, run: list[ChunkBlocks]
+    ) -> None:
+        kv.ops.multi_layer_block_kv_transfer(
+            kv.layers,
+            [_plane_view(kv, _tensor(chunk)) for chunk in run],
+            [block for chunk in run for block in chunk.block_ids],
+            kv.device,
+            direction,
+            kv.shape_desc,
+            self._metadata.chunk_size,
+            kv.kv_format,
+            run[0].skip_blocks,
+        )
+
+    def _move_on_device(
+        self, kv: PagedKV, direction: TransferDirection, chunks: list[ChunkBlocks]
+    ) -> None:
+        if self._device_chunks is None:
+            raise ValueError(
+                f"memory objects on {kv.device} without a storage backend that keeps "
+                "chunks there"
+            )
+        if direction == TransferDirection.D2H:
+            self._device_chunks.gather(kv, chunks)
+        else:
+            self._device_chunks.scatter(kv, chunks)
+
+
+def _tensor(chunk: ChunkBlocks) -> torch.Tensor:
+    tensor = chunk.memory_obj.tensor
+    if tensor is None:
+        raise ValueError("a memory object has no tensor; it was freed too early")
+    return tensor
+
+
+def _plane_view(kv: PagedKV, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a chunk as device operations take it: MLA has no axis of planes."""
+    if kv.planes == 1 and tensor.ndim == 4:
+        return tensor.squeeze(0)
+    return tensor
+
+
+def _locate(
+    kv: PagedKV,
+    memory_obj: MemoryObj,
+    slots: torch.Tensor,
+    start: int,
+    end: int,
+    cached_tokens: int,
+) -> ChunkBlocks:
+    """Return the blocks that hold a token range, or refuse it."""
+    size = kv.block_size
+    if not 0 <= start < end <= len(slots) or start % size:
+        raise ValueError(
+            f"token range [{start}, {end}) wanted inside of {len(slots)} tokens, from "
+            f"a multiple of the block size {size} on"
+        )
+    mapped = slots[start:end]
+    blocks = mapped[::size] // size
+    offsets = torch.arange(end - start)
+    if not torch.equal(mapped, blocks[offsets // size] * size + offsets % size):
+        raise ValueError(
+            f"the slots of tokens [{start}, {end}) do not fill blocks of {size} tokens "
+            "in order"
+        )
+    # Whole blocks only: what vLLM holds of a block in part is written once more, with
+    # the same values.
+    skip = max(0, cached_tokens - start) // size
+    ids = blocks.tolist()
+    if cached_tokens >= end:
+        skip = len(ids)
+    return ChunkBlocks(memory_obj, end - start, ids, skip)
+
+
+def _runs(chunks: Sequence[ChunkBlocks], chunk_size: int) -> list[list[ChunkBlocks]]:
+    """Split chunks into what one device operation takes.
+
+    Only its last chunk may be short, and only its first may have blocks to skip.
+    """
+    runs: list[list[ChunkBlocks]] = []
+    for chunk in chunks:
+        if not runs or chunk.skip_blocks or runs[-1][-1].tokens < chunk_size:
+            runs.append([])
+        runs[-1].append(chunk)
+    return runs

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Refusals before serving."""
+
+# Future
+from __future__ import annotations
+
+# Standard
+from types import SimpleNamespace
+from typing import Any
+
+# Third Party
+import pytest
+
+# First Party
+from lmcache.v1.config import LMCacheEngineConfig
+from lmcache_rbln.integration.vllm import startup_checks
+
+
+def config(**settings: Any) -> LMCacheEngineConfig:
+    return LMCacheEngineConfig.from_defaults(**({"chunk_size": 256} | settings))
+
+
+def vllm_config(block_size: int = 128) -> Any:
+    return SimpleNamespace(cache_config=SimpleNamespace(block_size=block_size))
+
+
+def groups(*block_sizes: int) -> Any:
+    return SimpleNamespace(
+        kv_cache_groups=[
+            SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=size))
+            for size in block_sizes
+        ]
+    )
+
+
+@pytest.mark.parametrize("environ", [{}, {"PYTHONHASHSEED": ""}])
+def test_no_hash_seed(environ: dict[str, str]) -> None:
+    with pytest.raises(RuntimeError, match="export PYTHONHASHSEED=0"):
+        startup_checks.require_hash_seed(environ)
+
+
+@pytest.mark.parametrize("value", ["random", " RANDOM "])
+def test_a_random_hash_seed(value: str) -> None:
+    with pytest.raises(RuntimeError, match="export PYTHONHASHSEED=0"):
+        startup_checks.require_hash_seed({"PYTHONHASHSEED": value})
+
+
+@pytest.mark.parametrize("value", ["0", "12345"])
+def test_a_fixed_hash_seed(value: str) -> None:
+    startup_checks.require_hash_seed({"PYTHONHASHSEED": value})
+
+
+def test_what_is_supported() -> None:
+    startup_checks.require_supported(config(), vllm_config(), groups(128))
+    startup_checks.require_supported(config(), vllm_config(256), None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"use_layerwise": True}, "LMCACHE_USE_LAYERWISE=False"),
+        ({"enable_blending": True}, "LMCACHE_ENABLE_BLENDING=False"),
+        ({"use_gpu_connector_v3": True}, "LMCACHE_USE_GPU_CONNECTOR_V3=False"),
+        ({"chunk_size": 200}, "LMCACHE_CHUNK_SIZE=256"),
+        ({"chunk_size": 64}, "LMCACHE_CHUNK_SIZE=128"),
+        ({"extra_config": {"save_only_first_rank": True}}, "save_only_first_rank"),
+    ],
+)
+def test_settings_that_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        startup_checks.require_supported(config(**settings), vllm_config(), None)
+
+
+def test_hybrid_models_are_refused() -> None:
+    with pytest.raises(ValueError, match="hybrid models are not supported.* 2 groups"):
+        startup_checks.require_supported(config(), vllm_config(), groups(128, 128))
+
+
+def test_a_kernel_block_of_another_size_is_refused() -> None:
+    with pytest.raises(ValueError, match="blocks of 16 tokens, wanted .* 128"):
+        startup_checks.require_supported(config(), vllm_config(), groups(16))
+
+
+def test_another_device() -> None:
+    startup_checks.require_rbln("rbln")
+    with pytest.raises(RuntimeError, match="LMCACHE_DEVICE_BACKEND=rbln"):
+        startup_checks.require_rbln("cpu")
+
+
+@pytest.mark.parametrize(
+    ("settings", "backends", "message"),
+    [
+        ({"local_cpu": False}, ["LocalCPUBackend"], "no storage tier is on"),
+        ({"storage_plugins": ["P"]}, ["LocalCPUBackend"], "storage backend P"),
+        ({"remote_storage_plugins": ["r"]}, [], "storage backend RemoteBackend-r"),
+    ],
+)
+def test_tiers_that_are_missing(
+    settings: dict[str, Any], backends: list[str], message: str
+) -> None:
+    (missing,) = startup_checks.missing_tiers(
+        config(**settings), dict.fromkeys(backends)
+    )
+    assert message in missing
+
+
+@pytest.mark.parametrize(
+    ("settings", "backends"),
+    [
+        ({}, ["LocalCPUBackend"]),
+        ({"local_cpu": False, "storage_plugins": ["P"]}, ["P"]),
+        ({"local_cpu": False, "local_disk": "d"}, ["LocalCPUBackend", "LocalDisk"]),
+    ],
+)
+def test_tiers_that_are_there(settings: dict[str, Any], backends: list[str]) -> None:
+    assert not startup_checks.missing_tiers(config(**settings), dict.fromkeys(backends))
