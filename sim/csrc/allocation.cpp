@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "allocation.h"
 
+#include <cstring>
+
 #include "address_space.h"
 #include "counters.h"
 #include "engine.h"
@@ -88,10 +90,15 @@ void Allocation::read(uint64_t offset, uint64_t length, char* to) {
     source = part(device_bytes_, offset);
   }
   counters().sync_d2h.add(length);
+  if (!host_view_known_) {
+    std::memset(to, kPoison, length);
+    return;
+  }
   copy_now(to, source.bytes, length);
 }
 
 void Allocation::write(uint64_t offset, uint64_t length, const char* from) {
+  host_view_known_ = true;
   Span target;
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -134,7 +141,11 @@ Span Allocation::borrow(uint64_t offset, uint64_t length, bool overwrite) {
   // host-latest, what streams write to other parts meanwhile would be lost.
   lent = part(std::make_shared<Bytes>(length), 0);
   if (!overwrite) {
-    copy_now(lent.bytes, source.bytes, length);
+    if (host_view_known_) {
+      copy_now(lent.bytes, source.bytes, length);
+    } else {
+      std::memset(lent.bytes, kPoison, length);
+    }
     counters().sync_d2h.add(length);
   }
   return lent;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -69,6 +70,11 @@ class Allocation {
   /// The borrowed bytes were changed: they become the newest.
   void take_back(uint64_t offset, uint64_t length, const Span& borrowed);
 
+  /// False after device bytes changed without the runtime's knowledge: what the host
+  /// reads is poison until it is true again, or the host writes.
+  void set_host_view_known(bool known) { host_view_known_ = known; }
+  bool host_view_known() const { return host_view_known_; }
+
   void set_info(rbln::DataType user, rbln::DataType physical,
                 const std::vector<int64_t>& shape);
   rbln::MemoryInfo info() const;
@@ -89,6 +95,7 @@ class Allocation {
   mutable std::mutex mutex_;
   Residency residency_ = Residency::kEmpty;
   bool bound_ = false;
+  std::atomic<bool> host_view_known_{true};
   // All zero while the residency is kEmpty or kZero.
   std::shared_ptr<Bytes> host_;
   // Once made it stays until the allocation dies, so that device views stay valid.

@@ -161,7 +161,7 @@ RetCode rbln_memcpy_v2h_async(uint64_t src, uint64_t dst, uint64_t bytes,
     const HostCopy copy = check_host_copy(dst, src, bytes);
     const Range& from = copy.range;
     const auto [source, on_device] = from.allocation->source(from.offset);
-    if (!on_device) {
+    if (!on_device || !from.allocation->host_view_known()) {
       drain_for(from);
       copy_here(Kind::kD2H, device_of(from), bytes, [&] { device_to_host(copy); });
       out(handle) = 0;

@@ -52,6 +52,23 @@ int rbln_sim_graph_end(uint32_t device_id) {
   });
 }
 
+int rbln_sim_allocation(uint64_t vaddr, uint64_t* base, uint64_t* bytes) {
+  return use(__func__, [&] {
+    const auto allocation = resolve(vaddr, 1).allocation;
+    out(base) = allocation->base();
+    out(bytes) = allocation->size();
+  });
+}
+
+int rbln_sim_device_opened(uint32_t device_id, uint32_t* opened) {
+  return use(__func__, [&] { out(opened) = is_registered(device_id) ? 1 : 0; });
+}
+
+int rbln_sim_host_view_known(uint64_t vaddr, uint32_t known) {
+  return use(__func__,
+             [&] { resolve(vaddr, 1).allocation->set_host_view_known(known != 0); });
+}
+
 int rbln_sim_check(char* reason, uint64_t capacity) {
   if (reason != nullptr && capacity > 0) *reason = '\0';
   return guarded(__func__, [&] {

@@ -110,6 +110,11 @@ Device& device(uint32_t id) {
   return *found->second;
 }
 
+bool is_registered(uint32_t id) {
+  std::shared_lock<std::shared_mutex> lock(mutex);
+  return devices().count(id) != 0;
+}
+
 Device* device_of_npu(unsigned npu) {
   std::shared_lock<std::shared_mutex> lock(mutex);
   for (const auto& [id, known] : devices()) {

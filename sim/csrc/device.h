@@ -45,6 +45,9 @@ void register_device(uint32_t id, const std::vector<unsigned>& npus);
 /// becomes a device of its own. Throws Refusal.
 Device& device(uint32_t id);
 
+/// Whether this process has opened logical device `id`. Opens nothing.
+bool is_registered(uint32_t id);
+
 /// The device that the NPU at position `npu` of the visible ones belongs to, or null if
 /// this process has not opened it.
 Device* device_of_npu(unsigned npu);

@@ -27,6 +27,17 @@ RBLN_SIM_API int rbln_sim_device_view(uint64_t vaddr, uint64_t bytes,
  * thread's current stream of `device` is done. */
 RBLN_SIM_API int rbln_sim_graph_begin(uint32_t device);
 
+/* Base and size of the live allocation that holds `vaddr`. */
+RBLN_SIM_API int rbln_sim_allocation(uint64_t vaddr, uint64_t* base, uint64_t* bytes);
+
+/* Whether this process has opened `device`: 1 or 0 in `opened`. Opens nothing. */
+RBLN_SIM_API int rbln_sim_device_opened(uint32_t device, uint32_t* opened);
+
+/* Tell whether the runtime knows the newest bytes of the allocation at `vaddr`. After a
+ * transfer behind its back (`known` 0), host copies and host views of the allocation
+ * hold the byte 0xA5 until it is told of it (`known` 1), or the host writes to it. */
+RBLN_SIM_API int rbln_sim_host_view_known(uint64_t vaddr, uint32_t known);
+
 /* The graph that the calling thread began on `device` is done. */
 RBLN_SIM_API int rbln_sim_graph_end(uint32_t device);
 

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <cstring>
+
 #include "abi.h"
 #include "harness.h"
 #include "rbln_sim.h"
@@ -50,6 +52,67 @@ TEST(a_graph_runs_behind_the_queued_copies) {
   CHECK_EQ(rbln_sim_graph_begin(0), 0);
   CHECK_EQ(rbln_sim_device_view(vaddr, kSize, &host), 0);
   CHECK_EQ(std::string(reinterpret_cast<char*>(host), kSize), text);
+}
+
+TEST(what_the_runtime_was_not_told_of_the_host_does_not_see) {
+  uint64_t vaddr, host, handle;
+  rbln_malloc_eager(0, kSize, vaddr);
+  CHECK_EQ(rbln_sim_device_view(vaddr, kSize, &host), 0);
+  std::memset(reinterpret_cast<char*>(host), 'n', kSize);
+  CHECK_EQ(rbln_sim_host_view_known(vaddr, 0), 0);
+  const std::string poison(kSize, static_cast<char>(0xA5)), news(kSize, 'n');
+  std::string text(kSize, 'x');
+  const auto to = reinterpret_cast<uint64_t>(text.data());
+  CHECK_EQ(rbln_memcpy_v2h(vaddr, to, kSize), kSuccess);
+  CHECK_EQ(text, poison);
+  text.assign(kSize, 'x');
+  CHECK_EQ(rbln_memcpy_v2h_async(vaddr, to, kSize, &handle), kSuccess);
+  CHECK_EQ(handle, 0u);
+  CHECK_EQ(text, poison);
+  uint64_t lent, borrow;
+  CHECK_EQ(rbln_v_borrow_host_ptr(vaddr, kSize, lent, borrow), kSuccess);
+  CHECK_EQ(std::string(reinterpret_cast<char*>(lent), kSize), poison);
+  CHECK_EQ(rbln_v_return_borrowed(borrow, false), kSuccess);
+  // The device itself sees them.
+  uint64_t other;
+  rbln_malloc_eager(0, kSize, other);
+  CHECK_EQ(rbln_memcpy_v2v(vaddr, other, kSize), kSuccess);
+  CHECK_EQ(rbln_memcpy_v2h(other, to, kSize), kSuccess);
+  CHECK_EQ(text, news);
+  CHECK_EQ(rbln_sim_host_view_known(vaddr, 1), 0);
+  text.assign(kSize, 'x');
+  CHECK_EQ(rbln_memcpy_v2h(vaddr, to, kSize), kSuccess);
+  CHECK_EQ(text, news);
+  // What the host wrote, it knows.
+  CHECK_EQ(rbln_sim_host_view_known(vaddr, 0), 0);
+  text.assign(kSize, 'h');
+  CHECK_EQ(rbln_memcpy_h2v(to, vaddr, kSize), kSuccess);
+  text.assign(kSize, 'x');
+  CHECK_EQ(rbln_memcpy_v2h(vaddr, to, kSize), kSuccess);
+  CHECK_EQ(text, std::string(kSize, 'h'));
+}
+
+TEST(an_allocation_is_found_by_any_of_its_addresses) {
+  uint64_t vaddr, base, bytes;
+  rbln_malloc_lazy(0, kSize, vaddr);
+  CHECK_EQ(rbln_sim_allocation(vaddr + kSize - 1, &base, &bytes), 0);
+  CHECK_EQ(base, vaddr);
+  CHECK_EQ(bytes, kSize);
+  CHECK_FAILS(kInvalid, "null", rbln_sim_allocation(vaddr, nullptr, &bytes));
+  rbln_free(vaddr);
+  CHECK_FAILS(kInvalid, "is stale", rbln_sim_allocation(vaddr, &base, &bytes));
+}
+
+TEST(asking_whether_a_device_is_open_opens_nothing) {
+  uint32_t opened = 7;
+  CHECK_EQ(rbln_sim_device_opened(0, &opened), 0);
+  CHECK_EQ(opened, 0u);
+  uint64_t vaddr;
+  rbln_malloc_lazy(0, kSize, vaddr);
+  CHECK_EQ(rbln_sim_device_opened(0, &opened), 0);
+  CHECK_EQ(opened, 1u);
+  CHECK_EQ(rbln_sim_device_opened(5, &opened), 0);
+  CHECK_EQ(opened, 0u);
 }
 
 TEST(the_check_gives_its_reason_and_opens_nothing) {

@@ -24,6 +24,16 @@ def _library() -> ctypes.CDLL:
             ctypes.POINTER(ctypes.c_uint64),
         ]
         library.rbln_sim_device_view.restype = ctypes.c_int
+        word = ctypes.POINTER(ctypes.c_uint64)
+        library.rbln_sim_allocation.argtypes = [ctypes.c_uint64, word, word]
+        library.rbln_sim_allocation.restype = ctypes.c_int
+        library.rbln_sim_device_opened.argtypes = [
+            ctypes.c_uint32,
+            ctypes.POINTER(ctypes.c_uint32),
+        ]
+        library.rbln_sim_device_opened.restype = ctypes.c_int
+        library.rbln_sim_host_view_known.argtypes = [ctypes.c_uint64, ctypes.c_uint32]
+        library.rbln_sim_host_view_known.restype = ctypes.c_int
         for call in (library.rbln_sim_graph_begin, library.rbln_sim_graph_end):
             call.argtypes = [ctypes.c_uint32]
             call.restype = ctypes.c_int
@@ -34,6 +44,75 @@ def _library() -> ctypes.CDLL:
             "PYTHONPATH, or start the process with `rbln-sim exec --`"
         ) from error
     return library
+
+
+def is_open(device: int) -> bool:
+    """Tell whether this process has opened a device; opens nothing.
+
+    Args:
+        device: torch device index.
+    """
+    opened = ctypes.c_uint32()
+    code = _library().rbln_sim_device_opened(device, ctypes.byref(opened))
+    return code == 0 and opened.value == 1
+
+
+def allocation_of(vaddr: int) -> tuple[int, int]:
+    """Find the allocation that holds a device address.
+
+    Args:
+        vaddr: Device address.
+
+    Returns:
+        Its base address and its size in bytes.
+
+    Raises:
+        RuntimeError: There is no live allocation at the address.
+    """
+    base, nbytes = ctypes.c_uint64(), ctypes.c_uint64()
+    code = _library().rbln_sim_allocation(
+        vaddr, ctypes.byref(base), ctypes.byref(nbytes)
+    )
+    if code != 0:
+        raise RuntimeError(f"{vaddr:#x} is in no live device allocation (code {code})")
+    return base.value, nbytes.value
+
+
+def device_bytes(base: int, nbytes: int) -> int:
+    """Return where the simulator keeps device bytes, in its own memory.
+
+    The device copy becomes the latest one. The address is valid until the allocation
+    is freed.
+
+    Args:
+        base: Device address.
+        nbytes: Number of bytes.
+
+    Raises:
+        RuntimeError: They are not device memory, or the device is lost or full.
+    """
+    address = ctypes.c_uint64()
+    code = _library().rbln_sim_device_view(base, nbytes, ctypes.byref(address))
+    if code != 0:
+        raise RuntimeError(
+            f"device memory {base:#x} (+{nbytes} bytes) cannot be used (code {code})"
+        )
+    return address.value
+
+
+def set_host_view_known(vaddr: int, known: bool) -> None:
+    """Tell whether the runtime knows of all changes to an allocation's device bytes.
+
+    Args:
+        vaddr: A device address in it.
+        known: False makes what the host reads poison.
+
+    Raises:
+        RuntimeError: There is no live allocation at the address.
+    """
+    code = _library().rbln_sim_host_view_known(vaddr, int(known))
+    if code != 0:
+        raise RuntimeError(f"{vaddr:#x} is in no live device allocation (code {code})")
 
 
 def graph_begin(device: int) -> None:
