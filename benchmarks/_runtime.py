@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The NPU that a benchmark measures on: a real one, or the simulator."""
+
+# Standard
+import os
+import sys
+import tempfile
+
+# First Party
+from examples.rbln_demo.runtime import Runtime, find_runtime
+
+
+def use(wanted: str) -> Runtime:
+    """Make this process and its children use an NPU; call it before importing torch.
+
+    Args:
+        wanted: ``auto`` takes a real NPU where its stack is installed, else the
+            simulator; ``npu`` and ``sim`` insist.
+
+    Returns:
+        The runtime.
+
+    Raises:
+        RuntimeError: There is none as wanted, or torch is imported already.
+    """
+    runtime = find_runtime(wanted=wanted)
+    os.environ.setdefault("LMCACHE_DEVICE_BACKEND", "rbln")
+    os.environ.setdefault("TORCH_RBLN_LOG_LEVEL", "ERROR")  # it logs to stdout
+    if not runtime.simulated:
+        return runtime
+    # Another program may hold the simulated NPUs of this user.
+    if "RBLN_SIM_STATE_DIR" not in os.environ:
+        state = tempfile.TemporaryDirectory(prefix="rbln-sim-")
+        _kept.append(state)
+        os.environ["RBLN_SIM_STATE_DIR"] = state.name
+    # Third Party
+    import rbln_sim
+
+    if "torch" not in sys.modules or "LD_LIBRARY_PATH" not in os.environ:
+        rbln_sim.activate()
+    return runtime
+
+
+#: Folders that live as long as the process.
+_kept: list["tempfile.TemporaryDirectory[str]"] = []
