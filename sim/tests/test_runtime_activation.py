@@ -28,14 +28,16 @@ def _pretend_real_runtime(folder: Path) -> None:
 
 def test_environment_leads_to_library_and_package() -> None:
     made = rbln_sim.environment(
-        {"LD_LIBRARY_PATH": "/a:/b", "PYTHONPATH": "", "X": "1"}
+        {"LD_LIBRARY_PATH": "/a:/b", "PYTHONPATH": "", "PATH": "/bin", "X": "1"}
     )
     assert made == {
         "LD_LIBRARY_PATH": f"{activation.library_path().parent}:/a:/b",
         "PYTHONPATH": str(activation.site_folder()),
+        "PATH": f"{activation.site_folder()}/bin:/bin",
         "X": "1",
     }
     assert rbln_sim.environment(made) == made
+    assert rbln_sim.environment({})["PATH"].endswith(f":{os.defpath}")
     assert (activation.site_folder() / "rebel" / "__init__.py").is_file()
 
 

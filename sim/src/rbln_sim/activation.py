@@ -69,7 +69,8 @@ def environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
 
     Returns:
         A copy of ``base`` in which ``LD_LIBRARY_PATH`` begins with the folder of the
-        simulated library and ``PYTHONPATH`` with that of the simulated ``rebel``.
+        simulated library, ``PYTHONPATH`` with that of the simulated ``rebel``, and
+        ``PATH`` with that of the simulated ``rbln-smi``.
 
     Raises:
         RuntimeError: a real ``rebel-compiler`` is installed, or the library was not
@@ -77,11 +78,12 @@ def environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
     """
     refuse_real_runtime()
     result = dict(os.environ if base is None else base)
-    for name, entry in (
-        ("LD_LIBRARY_PATH", library_path().parent),
-        ("PYTHONPATH", site_folder()),
+    for name, entry, default in (
+        ("LD_LIBRARY_PATH", library_path().parent, None),
+        ("PYTHONPATH", site_folder(), None),
+        ("PATH", site_folder() / "bin", os.defpath),
     ):
-        result[name] = _prepended(str(entry), result.get(name))
+        result[name] = _prepended(str(entry), result.get(name, default))
     return result
 
 
