@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Probe of the NPU runtime: its library, torch with torch-rbln, and RDS.
+
+Nothing here opens an NPU: counting does not, and neither does loading.
+"""
+
+# Future
+from __future__ import annotations
+
+# Standard
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+import ctypes
+import importlib.util
+import os
+import sys
+
+# Local
+from lmcache_rbln.diagnose.probe import tell
+from lmcache_rbln.diagnose.result import one_line
+
+# The simulator of this project exports it for its own check of its settings.
+_SIMULATOR_SYMBOL = "rbln_sim_check"
+
+
+def _explain(error: BaseException) -> str:
+    # torch-rbln's messages say the cause first and then where it looked.
+    return one_line(str(error).split(" Tried (in order)")[0] or type(error).__name__)
+
+
+def _load(name: str) -> ModuleType:
+    """Load a module of torch-rbln from its file: importing the package loads torch."""
+    spec = importlib.util.find_spec("torch_rbln")
+    if spec is None or not spec.origin:
+        raise ModuleNotFoundError("torch-rbln is not installed")
+    path = Path(spec.origin).parent / "_internal" / f"{name}.py"
+    file_spec = importlib.util.spec_from_file_location(f"_diagnose_{name}", path)
+    if file_spec is None or file_spec.loader is None or not path.is_file():
+        raise ModuleNotFoundError(f"this torch-rbln has no {path.name}")
+    module = importlib.util.module_from_spec(file_spec)
+    file_spec.loader.exec_module(module)
+    return module
+
+
+def _tell_library() -> None:
+    """Find librbln.so and compare its ABI with the one torch-rbln was built for."""
+    try:
+        path, source = _load("rbln_runtime_lib").resolve_runtime_library()
+    except Exception as error:
+        tell("library", error=_explain(error))
+        return
+    facts: dict[str, Any] = {"path": path, "source": source}
+    try:
+        library = ctypes.CDLL(path)
+    except OSError as error:
+        tell("library", error=_explain(error), **facts)
+        return
+    facts["simulated"] = hasattr(library, _SIMULATOR_SYMBOL)
+    try:
+        abi = _load("abi_check")
+        facts["built_abi"] = _load("_abi_snapshot").BUILT_ABI
+        window = abi.read_runtime_abi(library)
+        facts["abi"] = window
+        if window and facts["built_abi"]:
+            facts["abi_problem"] = abi.abi_mismatch_reason(facts["built_abi"], *window)
+    except Exception as error:
+        facts["abi_unread"] = _explain(error)
+    tell("library", **facts)
+
+
+def _tell_torch() -> None:
+    """Import torch as a server would, and count the NPUs."""
+    try:
+        # Third Party
+        import torch
+    except Exception as error:
+        tell("torch", error=_explain(error))
+        return
+    rbln = getattr(torch, "rbln", None)
+    if rbln is None:
+        tell("torch", error="torch did not load torch-rbln")
+        return
+    try:
+        tell(
+            "torch",
+            available=bool(rbln.is_available()),
+            logical=int(rbln.device_count()),
+            physical=int(rbln.physical_device_count()),
+        )
+    except Exception as error:
+        tell("torch", error=_explain(error))
+
+
+def _tell_rds() -> None:
+    """Ask the vendor's direct storage for its devices."""
+    try:
+        # Third Party
+        from rebel import rds
+
+        tell(
+            "rds",
+            available=bool(rds.is_available()),
+            devices=int(rds.query_available_device_count()),
+        )
+    except Exception as error:
+        tell("rds", error=_explain(error))
+
+
+def main() -> None:
+    """Tell all, the safest first; torch-rbln's clean-up at exit is not waited for."""
+    _tell_library()
+    _tell_torch()
+    _tell_rds()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

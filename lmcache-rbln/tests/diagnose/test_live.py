@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Against running LMCache servers and a simulated NPU that another process owns."""
+
+# Future
+from __future__ import annotations
+
+# Standard
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+import json
+import subprocess
+import sys
+
+# Third Party
+import pytest
+
+# First Party
+from examples.rbln_demo.servers import CacheServer, CacheServerConfig
+from lmcache_rbln.diagnose.server import ask_http
+from rbln_sim.pytest_plugin import machine_environment, read_opens
+
+pytestmark = pytest.mark.sim
+HOLD = """
+import sys, torch
+torch.rbln.synchronize()
+for line in sys.stdin:
+    torch.ones(4).to("rbln").cpu()
+    print("works", flush=True)
+"""
+CONNECTOR = '{"kv_connector":"RBLNLMCacheConnectorV1","kv_role":"kv_both"}'
+
+
+@dataclass
+class Machine:
+    """A simulated machine with an owner of its NPUs and two servers."""
+
+    environment: dict[str, str]
+    holder: subprocess.Popen[str]
+    engine_driven: CacheServer
+    lmcache_driven: CacheServer
+
+    def diagnose(self, *words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "lmcache_rbln.diagnose", *words],
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=180,
+        )
+
+    def use_npu(self) -> str:
+        assert self.holder.stdin is not None
+        assert self.holder.stdout is not None
+        self.holder.stdin.write("\n")
+        self.holder.stdin.flush()
+        return self.holder.stdout.readline()
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
+    folder = tmp_path_factory.mktemp("machine")
+    environment = machine_environment(folder, devices=2)
+    for name in [n for n in environment if n.startswith("LMCACHE_")]:
+        del environment[name]
+    environment |= {"PYTHONHASHSEED": "0", "COLUMNS": "80"}
+    servers = [
+        CacheServer(
+            CacheServerConfig(256, transfer_mode=mode, l1_size_gb=0.1),
+            environment,
+            folder,
+            name=mode,
+        )
+        for mode in ("engine_driven", "lmcache_driven")
+    ]
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        for server in servers:
+            server.start()
+        for server in servers:
+            server.wait_ready()
+        machine = Machine(environment, holder, *servers)
+        assert machine.use_npu() == "works\n"
+        yield machine
+    finally:
+        holder.kill()
+        holder.communicate()
+        for server in servers:
+            server.stop()
+
+
+def opens(machine: Machine) -> list[tuple[int, int]]:
+    log = Path(machine.environment["RBLN_SIM_OPEN_LOG"])
+    return [(entry.pid, entry.npu) for entry in read_opens(log)]
+
+
+def test_one_screen_when_all_is_well_and_the_npu_is_left_alone(
+    machine: Machine,
+) -> None:
+    before = opens(machine)
+    assert before == [(machine.holder.pid, 0), (machine.holder.pid, 1)]
+    server = machine.engine_driven
+    done = machine.diagnose(
+        *("--block-size", "128"),
+        *("--kv-transfer-config", CONNECTOR),
+        *("--server", f"127.0.0.1:{server.port}"),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert "Traceback" not in done.stderr
+    assert len(lines) <= 24
+    assert all(len(line) <= 80 for line in lines if "/" not in line)
+    text = " ".join(done.stdout.split())
+    assert "2 simulated (RBLN-CR03), in use: 0, 1 by pid" in text
+    assert f"by pid {machine.holder.pid} ({sys.executable} -c"[:60] in text
+    assert f"127.0.0.1:{server.port} serves engine_driven skip RDS" in text
+    assert "chunk of 256 tokens (server), block of 128" in text
+    assert lines[-1] == "OK (look at: NPU)"
+    assert opens(machine) == before
+    assert machine.use_npu() == "works\n"
+
+
+def test_a_server_in_the_wrong_mode_is_found_over_its_request_channel(
+    machine: Machine,
+) -> None:
+    server = machine.lmcache_driven
+    done = machine.diagnose(
+        *("--json", "--block-size", "100"),
+        *("--server", f"127.0.0.1:{server.port}"),
+    )
+    assert done.returncode == 1
+    checks = {c["name"]: c for c in json.loads(done.stdout)["checks"]}
+    failed = {n for n, check in checks.items() if check["status"] == "fail"}
+    assert failed == {"server", "chunk and block"}
+    assert checks["server"]["found"].endswith("serves lmcache_driven")
+    assert "--supported-transfer-mode engine_driven" in checks["server"]["fix"]
+    assert "--chunk-size 300" in checks["chunk and block"]["fix"]
+    assert checks["NPU"]["details"]["held"][0]["pid"] == machine.holder.pid
+    server.process.check_running()
+
+
+def test_what_servers_tell_over_http(machine: Machine) -> None:
+    for server in (machine.engine_driven, machine.lmcache_driven):
+        facts = ask_http(f"127.0.0.1:{server.http_port}", 30)
+        assert facts == {"mode": server.config.transfer_mode, "chunk_size": 256}
