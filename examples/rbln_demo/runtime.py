@@ -110,6 +110,11 @@ def serving_environment(
         "VLLM_CONFIG_ROOT": str(cache_dir / "vllm-config"),
         "PYTHONUNBUFFERED": "1",
     }
+    if runtime.simulated:
+        # The copy engine of a simulated NPU is a thread: torch's own threads must not
+        # take every core from it.
+        cores = len(os.sched_getaffinity(0))
+        env.setdefault("OMP_NUM_THREADS", str(max(1, cores // 2)))
     env.pop("LMCACHE_DEVICE_BACKEND", None)
     if backend is not None:
         env["LMCACHE_DEVICE_BACKEND"] = backend

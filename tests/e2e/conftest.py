@@ -12,6 +12,7 @@ runtime yet when this file is read.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,8 +33,14 @@ STACK_ORDER = ("", "blocks-first", "kv-first", "mla")
 
 @pytest.fixture(scope="session")
 def runtime() -> Runtime:
-    """NPU or simulator, with the environment that leads to it."""
-    return find_runtime()
+    """NPU or simulator, with the environment that leads to it.
+
+    Copies of the simulator end late, their destination poisoned until then: whoever
+    reads too early reads garbage. RBLN_SIM_DEFERRED=0 in the environment of the tests
+    lets them end as soon as they can.
+    """
+    found = find_runtime()
+    return replace(found, env={"RBLN_SIM_DEFERRED": "1", **found.env})
 
 
 @pytest.fixture(scope="session")

@@ -23,13 +23,10 @@ STACKS = {
             "RBLN_USE_CUSTOM_KERNEL": "1",
             "RBLN_SIM_DEVICES": "2",
             "RBLN_VISIBLE_DEVICES": "1",
-            "RBLN_SIM_DEFERRED": "1",
         },
         engine_args=("--distributed-executor-backend", "mp"),
     ),
-    # Asynchronous copies end late, their destination poisoned until then: whoever
-    # reads too early reads garbage.
-    "mla": StackConfig("mla", model="mla", env={"RBLN_SIM_DEFERRED": "1"}),
+    "mla": StackConfig("mla", model="mla"),
 }
 
 

@@ -157,7 +157,7 @@ class Engines:
         self.folder = folder
         environment = serving_environment(runtime, folder / "cache")
         environment |= own_machine(folder, NPUS)
-        environment["OMP_NUM_THREADS"] = "1"  # two workers on few cores
+        environment["OMP_NUM_THREADS"] = "1"  # two workers, and few cores
         self.cache = CacheServer(
             CacheServerConfig(
                 chunk_size=BLOCK_SIZE,
@@ -238,7 +238,7 @@ class Engines:
         """Wait for the answers of one round of a job."""
         path = self.folder / f"{job}.{round_name}"
         if not path.exists():
-            self.process.wait_ready(path.exists, 300.0)
+            self.process.wait_ready(path.exists, 480.0)
         answers = json.loads(path.read_text())
         return Answers([tokens for tokens, _ in answers], [n for _, n in answers])
 
