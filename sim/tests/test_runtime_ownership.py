@@ -3,6 +3,9 @@
 
 # Standard
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+import json
 import subprocess
 import sys
 import textwrap
@@ -59,6 +62,58 @@ def test_a_held_npu_counts_but_cannot_be_used(
     assert lines[0] == "True 2 RBLN-CR03"
     assert "rbln_register_device_id failed for rbln:0" in lines[-1]
     assert f"NPU 0 is held by pid {holder.pid} ({sys.executable} -c" in done.stderr
+
+
+def monitor(environment: dict[str, str]) -> dict[str, Any]:
+    """Return what the simulated rbln-smi shows."""
+    done = subprocess.run(
+        ["rbln-smi", "-j"], env=environment, capture_output=True, text=True, timeout=30
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert isinstance(report, dict)
+    return report
+
+
+def test_the_monitor_tells_who_holds_an_npu_and_opens_none(
+    holder: subprocess.Popen[str],
+    rbln_sim_environment: dict[str, str],
+    rbln_sim_opens: Callable[[], list[Open]],
+) -> None:
+    environment = rbln_sim_environment | {"RBLN_SIM_DEVICES": "3"}
+    opens = rbln_sim_opens()
+    report = monitor(environment)
+    assert [(d["npu"], d["name"]) for d in report["devices"]] == [
+        (npu, "RBLN-CR03") for npu in range(3)
+    ]
+    assert [(c["npu"], c["pid"]) for c in report["contexts"]] == [
+        (npu, str(holder.pid)) for npu in range(2)
+    ]
+    assert report["contexts"][0]["process"].startswith(f"{sys.executable} -c ")
+    holder.kill()
+    holder.wait()
+    assert monitor(environment)["contexts"] == []
+    assert rbln_sim_opens() == opens
+
+
+def test_the_monitor_shows_the_machine_only(
+    rbln_sim_environment: dict[str, str], tmp_path: Path
+) -> None:
+    del rbln_sim_environment["RBLN_SIM_STATE_DIR"]
+    environment = rbln_sim_environment | {"XDG_RUNTIME_DIR": str(tmp_path)}
+    assert monitor(environment)["contexts"] == []  # nobody made the folder yet
+    for words, code, said in (
+        (["group"], 2, "only `rbln-smi -j` is simulated"),
+        (["-j"], 1, "invalid literal"),
+    ):
+        done = subprocess.run(
+            ["rbln-smi", *words],
+            env=environment | {"RBLN_SIM_DEVICES": "two"},
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
+        assert (done.returncode, said in done.stderr) == (code, True), done.stderr
 
 
 def test_an_npu_is_free_when_its_holder_is_killed(
