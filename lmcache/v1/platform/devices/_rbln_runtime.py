@@ -40,6 +40,10 @@ def missing_runtime() -> str | None:
     except ImportError:
         # Another torch-rbln; its own message must do.
         return None
+    except OSError as error:
+        # Where torch is imported without its backends, torch-rbln loads its runtime
+        # right now.
+        return str(error)
     if loaded_runtime_libraries():
         return None
     try:

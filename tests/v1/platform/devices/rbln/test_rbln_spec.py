@@ -153,6 +153,16 @@ def test_without_a_runtime_the_stub_is_chosen_with_one_warning() -> None:
     assert "Could not find librbln.so" in output
 
 
+def test_a_program_that_imports_torch_first_works_without_a_runtime() -> None:
+    pytest.importorskip("torch_rbln")
+    device, output = choose(
+        TORCH_DEVICE_BACKEND_AUTOLOAD="0", LD_LIBRARY_PATH=None, PYTHONPATH=None
+    )
+    assert device == "cpu", output
+    assert output.count(_WARNING) == 1
+    assert "Could not find librbln.so" in output
+
+
 @pytest.mark.sim
 def test_without_a_device_the_stub_is_chosen_with_one_warning() -> None:
     device, output = choose(RBLN_SIM_DEVICES="0")
