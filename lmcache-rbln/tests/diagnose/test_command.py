@@ -123,6 +123,28 @@ def test_packages_of_other_versions(without_torch: Diagnose) -> None:
     assert checks["lmcache-rbln"]["status"] == "ok"
 
 
+def test_a_runtime_of_another_abi(without_torch: Diagnose) -> None:
+    source = without_torch.folder / "abi.c"
+    source.write_text(
+        "unsigned rbln_abi_min_supported(void) { return 907; }\n"
+        "unsigned rbln_abi_current(void) { return 908; }\n"
+    )
+    library = without_torch.folder / "librbln.so"
+    subprocess.run(["cc", "-shared", "-o", library, source], check=True, timeout=60)
+    check = without_torch.checks(LD_LIBRARY_PATH=str(without_torch.folder))[
+        "RBLN runtime"
+    ]
+    assert check["status"] == "fail"
+    assert "no longer accepts consumers below ABI 907" in check["found"]
+    assert check["wanted"] == "a librbln.so that accepts ABI 6"
+    library.write_bytes(b"not a library")
+    check = without_torch.checks(LD_LIBRARY_PATH=str(without_torch.folder))[
+        "RBLN runtime"
+    ]
+    assert "librbln.so" in check["found"]
+    assert check["wanted"] == "a librbln.so that loads"
+
+
 def test_malformed_everything(without_torch: Diagnose) -> None:
     checks = without_torch.checks(
         "--kv-transfer-config",

@@ -56,21 +56,6 @@ def test_the_server_that_a_connector_uses(text: str, server: str | None) -> None
     assert read_connector(text).server == server
 
 
-def test_settings_for_lmcache_are_taken_out() -> None:
-    text = json.dumps(
-        {
-            "kv_connector": "RBLNLMCacheConnectorV1",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {
-                "lmcache.chunk_size": 512,
-                "lmcache.mp.port": 1,
-                "lmcache_rbln.allow_degraded": True,
-            },
-        }
-    )
-    assert read_connector(text).settings == {"chunk_size": 512}
-
-
 def test_no_connector_is_no_failure() -> None:
     assert check_connector(read_connector(None)).status is Status.SKIP
 

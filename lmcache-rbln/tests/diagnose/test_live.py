@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 import json
+import re
 import subprocess
 import sys
 
@@ -17,6 +18,9 @@ import pytest
 
 # First Party
 from examples.rbln_demo.servers import CacheServer, CacheServerConfig
+from lmcache_rbln.diagnose.npu import check_npu, read_monitor
+from lmcache_rbln.diagnose.probe import run_probe
+from lmcache_rbln.diagnose.result import Status
 from lmcache_rbln.diagnose.server import ask_http
 from rbln_sim.pytest_plugin import machine_environment, read_opens
 
@@ -119,7 +123,7 @@ def test_one_screen_when_all_is_well_and_the_npu_is_left_alone(
     text = " ".join(done.stdout.split())
     assert "2 simulated (RBLN-CR03), in use: 0, 1 by pid" in text
     assert f"by pid {machine.holder.pid} ({sys.executable} -c"[:60] in text
-    assert f"127.0.0.1:{server.port} serves engine_driven skip RDS" in text
+    assert re.search(rf"127.0.0.1:{server.port} serves engine_driven (ok|skip) ", text)
     assert "chunk of 256 tokens (server), block of 128" in text
     assert lines[-1] == "OK (look at: NPU)"
     assert opens(machine) == before
@@ -143,6 +147,18 @@ def test_a_server_in_the_wrong_mode_is_found_over_its_request_channel(
     assert "--chunk-size 300" in checks["chunk and block"]["fix"]
     assert checks["NPU"]["details"]["held"][0]["pid"] == machine.holder.pid
     server.process.check_running()
+
+
+def test_malformed_visible_npus_are_named(machine: Machine) -> None:
+    before = opens(machine)
+    environment = machine.environment | {"RBLN_VISIBLE_DEVICES": "zero"}
+    facts = run_probe("lmcache_rbln.diagnose.probe_runtime", [], environment, 60)
+    monitor = read_monitor(environment["PATH"])
+    result = check_npu(facts.get("torch"), True, monitor, environment)
+    assert facts.get("library")["simulated"]
+    assert result.status is Status.FAIL
+    assert result.found == "no NPU is visible with RBLN_VISIBLE_DEVICES=zero"
+    assert opens(machine) == before
 
 
 def test_what_servers_tell_over_http(machine: Machine) -> None:

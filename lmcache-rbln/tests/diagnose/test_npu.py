@@ -118,6 +118,12 @@ def test_a_held_npu_is_named_with_its_holder() -> None:
     [
         ({"available": False, "logical": 0, "physical": 0}, {}, "no NPU is visible"),
         (
+            {"available": 0, "logical": 0, "reason": "no driver"},
+            {},
+            "no NPU is visible",
+        ),
+        ({"reason": "no driver"}, {}, "no NPU is visible"),
+        (
             {"available": False, "logical": 0, "physical": 0},
             {"RBLN_VISIBLE_DEVICES": "seven"},
             "no NPU is visible with RBLN_VISIBLE_DEVICES=seven",
@@ -177,4 +183,4 @@ def test_a_monitor_that_fails_or_is_missing(
     _monitor(tmp_path, "exec sleep 30")
     assert "no answer" in read_monitor(str(tmp_path)).problem
     (tmp_path / "rbln-smi").write_text("not a program")
-    assert read_monitor(str(tmp_path)).problem
+    assert "can't start" in read_monitor(str(tmp_path)).problem

@@ -85,7 +85,7 @@ BOOLEANS = ("True", "true", " TRUE ", "1", "False", "false", "0", "'true'")
 
 @pytest.mark.parametrize("value", BOOLEANS)
 def test_booleans_that_lmcache_reads_right(settings: Settings, value: str) -> None:
-    result = settings.check(LMCACHE_LOCAL_CPU=value)
+    result = settings.check(LMCACHE_LOCAL_CPU=value, LMCACHE_LOCAL_DISK="/tmp/x")
     assert result.status is Status.OK, result
     wanted = value.strip(" '").lower() in ("true", "1")
     assert result.details["values"]["local_cpu"] is wanted
@@ -114,6 +114,7 @@ def test_booleans_that_lmcache_reads_as_false(settings: Settings, value: str) ->
         ("LMCACHE_MIN_RETRIEVE_TOKENS", "-1", "settings that LMCache accepts"),
         ("LMCACHE_USE_LAYERWISE", "True", "use_layerwise=False"),
         ("LMCACHE_ENABLE_BLENDING", "1", "enable_blending=False"),
+        ("LMCACHE_LOCAL_CPU", "False", "a tier"),
         ("LMCACHE_DEVICE_BACKEND", "cuda", "rbln"),
         ("LMCACHE_MP_TRANSFER_MODE", "lmcache_driven", "auto or engine_driven"),
         ("LMCACHE_CHUNKSIZE", "256", "LMCACHE_CHUNK_SIZE"),
@@ -129,7 +130,8 @@ def test_a_setting_that_does_not_do_what_it_says(
     assert wanted in result.wanted
     assert result.fix
     shown = name.removeprefix("LMCACHE_").lower()
-    assert name in result.found or shown in result.found
+    told = result.found + result.fix
+    assert name in told or shown in told
 
 
 def test_a_name_like_no_other_is_a_warning(settings: Settings) -> None:
@@ -137,6 +139,9 @@ def test_a_name_like_no_other_is_a_warning(settings: Settings) -> None:
     assert result.status is Status.WARN
     assert "LMCACHE_ZZZZZZ" in result.found
     assert result.fix == "unset LMCACHE_ZZZZZZ"
+    worse = settings.check(LMCACHE_USE_LAYERWISE="True")
+    assert worse.status is Status.FAIL
+    assert "use_layerwise=True" in worse.found
 
 
 def test_names_that_are_no_settings_but_read_are_known(settings: Settings) -> None:
@@ -196,12 +201,25 @@ def test_a_configuration_file_that_is_wrong(
 
 
 def test_settings_of_the_connector_count(settings: Settings) -> None:
-    good = settings.check({"chunk_size": 2048}, LMCACHE_CHUNK_SIZE="256")
+    good = settings.check(
+        {"lmcache.chunk_size": 2048, "lmcache.mp.port": 1, "other": 1},
+        LMCACHE_CHUNK_SIZE="256",
+    )
     assert good.details["values"]["chunk_size"] == 2048
-    bad = settings.check({"chunk_sizes": 2048})
+    bad = settings.check({"lmcache.chunk_sizes": 2048})
     assert bad.status is Status.FAIL
     assert "kv_connector_extra_config lmcache.chunk_sizes" in bad.found
     assert bad.wanted == "chunk_size"
+
+
+def test_settings_of_lmcache_rbln(settings: Settings) -> None:
+    name = "lmcache_rbln.allow_degraded"
+    assert settings.check({name: True}).status is Status.OK
+    bad = settings.check({name: "maybe"})
+    assert bad.status is Status.FAIL
+    assert f"{name} wants true or false" in bad.found
+    unknown = settings.check(LMCACHE_EXTRA_CONFIG='{"lmcache_rbln.allow": 1}')
+    assert f"did you mean {name}" in unknown.found
 
 
 def extra(**change: str | None) -> str:

@@ -92,7 +92,7 @@ def ask_lmcache(
     environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     environment["TORCH_RBLN_DIAGNOSE"] = "1"
     request = {
-        "settings": dict(connector.settings),
+        "connector_config": dict(connector.extra),
         "server": url,
         "modes": modes,
         "timeout": min(_SERVER_TIMEOUT_S, timeout_s),

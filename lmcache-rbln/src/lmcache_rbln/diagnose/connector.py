@@ -16,7 +16,6 @@ from lmcache_rbln.diagnose.result import Result, fail, ok, one_line, skip, warn
 IN_PROCESS = "RBLNLMCacheConnectorV1"
 WITH_SERVER = "LMCacheMPConnector"
 _ROLES = ("kv_both", "kv_producer", "kv_consumer")
-_PREFIX = "lmcache."
 _SERVER_PREFIX = "lmcache.mp."
 # LMCacheMPConnector's own defaults.
 _DEFAULT_HOST = "tcp://localhost"
@@ -30,14 +29,14 @@ class Connector:
     Attributes:
         name: The connector's class; empty if none was given.
         role: Its role.
-        settings: Its settings for LMCache, without the prefix ``lmcache.``.
+        extra: Its ``kv_connector_extra_config``.
         server: The LMCache server that it uses, or None.
         problem: Why it can't be read, or empty.
     """
 
     name: str = ""
     role: str = ""
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
     server: str | None = None
     problem: str = ""
 
@@ -60,13 +59,8 @@ def read_connector(text: str | None) -> Connector:
     if not isinstance(extra, dict):
         return Connector(problem="kv_connector_extra_config is not an object")
     name = str(config.get("kv_connector") or "")
-    settings = {
-        key[len(_PREFIX) :]: value
-        for key, value in extra.items()
-        if key.startswith(_PREFIX) and not key.startswith(_SERVER_PREFIX)
-    }
     server = _server_of(extra) if name == WITH_SERVER else None
-    return Connector(name, str(config.get("kv_role") or ""), settings, server)
+    return Connector(name, str(config.get("kv_role") or ""), extra, server)
 
 
 def _server_of(extra: Mapping[str, Any]) -> str:

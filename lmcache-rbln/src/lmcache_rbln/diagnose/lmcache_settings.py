@@ -23,6 +23,22 @@ from lmcache_rbln.diagnose.result import one_line
 
 _PREFIX = "LMCACHE_"
 _FILE = "LMCACHE_CONFIG_FILE"
+# Entries of kv_connector_extra_config for LMCache's configuration, and for its client
+# of a server.
+_CONNECTOR = "lmcache."
+_SERVER = "lmcache.mp."
+# Settings of which any keeps chunks somewhere.
+_TIERS = (
+    "local_cpu",
+    "local_disk",
+    "remote_url",
+    "storage_plugins",
+    "remote_storage_plugins",
+    "gds_path",
+    "maru_path",
+    "enable_pd",
+    "enable_p2p",
+)
 _NAME = re.compile(r"LMCACHE_[A-Z0-9_]+")
 _BOOLEANS = ("true", "false", "1", "0")
 _SECRET = re.compile(r"passw|secret|credential|access_key|api_key|auth|_token$", re.I)
@@ -34,7 +50,7 @@ Problem = dict[str, Any]
 
 
 def parse(
-    environment: Mapping[str, str], connector_settings: Mapping[str, Any]
+    environment: Mapping[str, str], connector_config: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Parse the settings as LMCache's vLLM connector does at start-up.
 
@@ -42,8 +58,7 @@ def parse(
 
     Args:
         environment: This process's environment; LMCache reads it by itself.
-        connector_settings: The ``lmcache.*`` entries of vLLM's
-            ``kv_connector_extra_config``, without the prefix.
+        connector_config: vLLM's ``kv_connector_extra_config``.
 
     Returns:
         ``values`` (what was set, by name, without secrets), ``problems``,
@@ -61,6 +76,11 @@ def parse(
     file = environment.get(_FILE)
     if file is not None:
         problems += file_problems(file, definitions, aliases)
+    connector_settings = {
+        key[len(_CONNECTOR) :]: value
+        for key, value in connector_config.items()
+        if key.startswith(_CONNECTOR) and not key.startswith(_SERVER)
+    }
     for key, value in connector_settings.items():
         shown = f"kv_connector_extra_config lmcache.{key}"
         problems += _value_problems(shown, key, value, definitions, aliases)
@@ -87,7 +107,9 @@ def parse(
         if name in was_set
     }
     facts["chunk_size"] = config.chunk_size
-    problems += combination_problems(config)
+    # A value that was misread would show here again.
+    if all(problem.get("harmless") for problem in problems):
+        problems += combination_problems(config, connector_config)
     facts["plugins"] = plugin_modules(config)
     return facts
 
@@ -124,7 +146,7 @@ def environment_problems(
     settings = {_PREFIX + name.upper(): name for name in [*definitions, *aliases]}
     names = set(known)
     families = tuple(n for n in names if n.endswith("_") and n != _PREFIX)
-    candidates = [*settings, *(n for n in names if not n.endswith("_"))]
+    candidates = sorted({*settings, *(n for n in names if not n.endswith("_"))})
     problems = []
     for variable in sorted(v for v in environment if v.startswith(_PREFIX)):
         name = settings.get(variable)
@@ -235,22 +257,48 @@ def _unknown(shown: str, candidates: list[str], fix: str, name: str = "") -> Pro
     }
 
 
-def combination_problems(config: Any) -> list[Problem]:
+def combination_problems(
+    config: Any, connector_config: Mapping[str, Any]
+) -> list[Problem]:
     """Find settings that LMCache accepts and RBLN can't work with.
 
     Args:
         config: LMCache's parsed configuration.
+        connector_config: vLLM's ``kv_connector_extra_config``.
     """
-    problems = []
-    for name in ("use_layerwise", "enable_blending"):
-        if getattr(config, name, False):
-            problems.append(
-                {
-                    "found": f"{name}=True",
-                    "wanted": f"{name}=False: KV blocks are moved whole, all layers",
-                    "fix": f"export {_PREFIX}{name.upper()}=False",
-                }
-            )
+    # First Party
+    from lmcache_rbln.integration.vllm.startup_checks import UNSUPPORTED
+    from lmcache_rbln.settings import Settings
+
+    extra = config.extra_config or {}
+    problems: list[Problem] = [
+        {
+            "found": f"{name}={getattr(config, name)}",
+            "wanted": f"{name}=False: {what} is not supported on RBLN",
+            "fix": f"export {variable}=False",
+        }
+        for name, variable, what in UNSUPPORTED
+        if getattr(config, name, False)
+    ]
+    try:
+        Settings.parse(extra, connector_config)
+    except ValueError as error:
+        problems.append(
+            {
+                "found": one_line(error),
+                "wanted": "settings of lmcache-rbln that it knows",
+                "fix": f"correct {_PREFIX}EXTRA_CONFIG or kv_connector_extra_config",
+            }
+        )
+    has_tier = any(getattr(config, name, None) for name in _TIERS)
+    if not has_tier and not extra.get("enable_nixl_storage"):
+        problems.append(
+            {
+                "found": "no storage tier is on: nothing would be kept",
+                "wanted": "a tier",
+                "fix": f"export {_PREFIX}LOCAL_CPU=True, or name a storage plugin",
+            }
+        )
     for size in ("max_local_cpu_size", "max_local_disk_size"):
         value = getattr(config, size, None)
         if isinstance(value, int | float) and value < 0:

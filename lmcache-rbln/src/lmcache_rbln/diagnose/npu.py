@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 import json
 import shutil
-import subprocess
 
 # Local
+from lmcache_rbln.diagnose.command import run_command
 from lmcache_rbln.diagnose.result import Result, fail, ok, one_line, skip, warn
 
 # The driver's monitor and its older name. They show who uses an NPU and open none.
@@ -57,22 +57,11 @@ def read_monitor(path: str | None) -> Monitor:
     program = next(filter(None, (shutil.which(m, path=path) for m in _MONITORS)), None)
     if program is None:
         return Monitor({}, problem=f"no {_MONITORS[0]} on PATH")
-    try:
-        run = subprocess.run(
-            [program, "-j"],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_MONITOR_TIMEOUT_S,
-            stdin=subprocess.DEVNULL,
-        )
-    except subprocess.TimeoutExpired:
-        return Monitor({}, problem=f"{program} gave no answer in 10 s")
-    except OSError as error:
-        return Monitor({}, problem=f"{program}: {error.strerror}")
-    if run.returncode != 0:
-        return Monitor({}, problem=one_line(f"{program}: {run.stderr or run.stdout}"))
-    return parse_monitor(run.stdout)
+    ended = run_command([program, "-j"], _MONITOR_TIMEOUT_S)
+    if ended.problem or ended.code:
+        why = ended.problem or ended.errors or ended.output or f"exit code {ended.code}"
+        return Monitor({}, problem=one_line(f"{program}: {why}"))
+    return parse_monitor(ended.output)
 
 
 def parse_monitor(text: str) -> Monitor:
@@ -196,6 +185,7 @@ def check_npu(
             f"no NPU is visible{f' with {shown}' if shown else ''}",
             "at least one",
             f"check the driver with rbln-smi{f', and {limit[0]}' if limit else ''}",
+            reason=torch.get("reason"),
         )
     models = ", ".join(sorted({n for n in monitor.names.values() if n}))
     text = f"{count} {'simulated' if simulated else 'visible'}"

@@ -14,18 +14,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 import json
-import os
-import signal
-import subprocess
 import sys
-import tempfile
 
 # Local
+from lmcache_rbln.diagnose.command import run_command
 from lmcache_rbln.diagnose.result import one_line
 
 # Starts a line that holds a fact; the libraries that a probe imports print others.
 _MARK = "@lmcache-rbln-fact "
-_KILL_WAIT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -70,45 +66,17 @@ def run_probe(
     Returns:
         What it told.
     """
-    # A file, not a pipe: a process that outlives the probe would keep a pipe open.
-    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
-        try:
-            child = subprocess.Popen(
-                [sys.executable, "-m", module, *arguments],
-                env=dict(environment),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        except OSError as error:
-            return Facts(problem=f"can't start {sys.executable}: {error}")
-        problem = _wait(child, timeout_s)
-        output.seek(0)
-        lines = output.read().splitlines()
+    ended = run_command(
+        [sys.executable, "-m", module, *arguments], timeout_s, environment
+    )
     topics: dict[str, dict[str, Any]] = {}
-    for line in lines:
+    for line in ended.output.splitlines():
         if line.startswith(_MARK):
             with suppress(ValueError, KeyError):
                 facts = json.loads(line[len(_MARK) :])
                 topics[facts.pop("topic")] = facts
-    if problem.startswith("exit code"):
-        last = next((one_line(text) for text in reversed(lines) if text.strip()), "")
-        problem = f"{problem}: {last}" if last else problem
+    problem = ended.problem
+    if ended.code:
+        lines = (ended.errors.strip() or ended.output.strip()).splitlines()
+        problem = f"exit code {ended.code}: {one_line(lines[-1]) if lines else ''}"
     return Facts(topics, problem)
-
-
-def _wait(child: subprocess.Popen[bytes], timeout_s: float) -> str:
-    """Wait for a probe and return what went wrong, or an empty text."""
-    try:
-        code = child.wait(timeout_s)
-    except subprocess.TimeoutExpired:
-        with suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-        # A process that hangs inside a driver doesn't die; it is left behind.
-        with suppress(subprocess.TimeoutExpired):
-            child.wait(_KILL_WAIT_S)
-        return f"no answer in {timeout_s:g} s"
-    if code < 0:
-        return f"it was ended by signal {-code} ({signal.Signals(-code).name})"
-    return f"exit code {code}" if code else ""

@@ -2,8 +2,8 @@
 """Probe of LMCache: its native extensions, its settings, and its server.
 
 Usage: ``python -m lmcache_rbln.diagnose.probe_lmcache REQUEST``, a JSON object with
-``settings`` (from the connector's configuration), ``server`` (a URL or null), ``modes``
-(whether to try the server's transfer modes) and ``timeout`` in seconds.
+``connector_config`` (``kv_connector_extra_config``), ``server`` (a URL or null),
+``modes`` (whether to try the server's transfer modes) and ``timeout`` in seconds.
 """
 
 # Future
@@ -69,13 +69,13 @@ def _tell_build() -> None:
     )
 
 
-def _tell_settings(connector_settings: dict[str, Any]) -> None:
+def _tell_settings(connector_config: dict[str, Any]) -> None:
     """Parse the settings as LMCache does at start-up."""
     # Local
     from lmcache_rbln.diagnose.lmcache_settings import parse
 
     try:
-        tell("settings", **parse(os.environ, connector_settings))
+        tell("settings", **parse(os.environ, connector_config))
     except Exception as error:
         tell("settings", error=_explain(error))
 
@@ -94,7 +94,7 @@ def main() -> None:
     """Tell all that was asked for, then end at once, whatever threads still run."""
     request = json.loads(sys.argv[1])
     _tell_build()
-    _tell_settings(request["settings"])
+    _tell_settings(request["connector_config"])
     if request["server"]:
         _tell_server(request["server"], request["modes"], request["timeout"])
     sys.stdout.flush()

@@ -81,15 +81,18 @@ def _tell_torch() -> None:
     if rbln is None:
         tell("torch", error="torch did not load torch-rbln")
         return
-    try:
-        tell(
-            "torch",
-            available=bool(rbln.is_available()),
-            logical=int(rbln.device_count()),
-            physical=int(rbln.physical_device_count()),
-        )
-    except Exception as error:
-        tell("torch", error=_explain(error))
+    # Where there is no NPU, or a setting is malformed, some of these raise.
+    facts: dict[str, Any] = {}
+    for topic, count in (
+        ("available", rbln.is_available),
+        ("logical", rbln.device_count),
+        ("physical", rbln.physical_device_count),
+    ):
+        try:
+            facts[topic] = int(count())
+        except Exception as error:
+            facts["reason"] = _explain(error)
+    tell("torch", **facts)
 
 
 def _tell_rds() -> None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 import shutil
-import subprocess
 
 # Local
+from lmcache_rbln.diagnose.command import run_command
 from lmcache_rbln.diagnose.result import Result, fail, ok, one_line, skip
 
 SERVICE = "rebellions-rds-binding.service"
@@ -28,19 +28,9 @@ def service_state(path: str | None) -> str | None:
     program = shutil.which("systemctl", path=path)
     if program is None:
         return None
-    try:
-        run = subprocess.run(
-            [program, "is-active", SERVICE],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_TIMEOUT_S,
-            stdin=subprocess.DEVNULL,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
     # In a container without systemd running it complains on stderr only.
-    return one_line(run.stdout, 40) or None
+    state = run_command([program, "is-active", SERVICE], _TIMEOUT_S)
+    return one_line(state.output, 40) or None
 
 
 def check_rds(

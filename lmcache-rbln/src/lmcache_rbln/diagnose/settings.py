@@ -22,7 +22,7 @@ def check_hash_seed(environment: Mapping[str, str]) -> Result:
     """Check that all processes of a server hash a prompt to the same keys."""
     name = "hash seed"
     seed = environment.get(_SEED)
-    if seed is None or seed.strip() in ("", "random"):
+    if seed is None or seed.strip().lower() in ("", "random"):
         found = f"{_SEED} is not set" if seed is None else f"{_SEED}={seed!r}"
         wanted = "a fixed value: with another in each process every lookup misses"
         return fail(name, found, wanted, f"export {_SEED}=0")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 HASH_SEED = "PYTHONHASHSEED"
 #: Settings that RBLN has no use for: attribute, environment variable, what it is.
-_OFF = (
+UNSUPPORTED = (
     ("use_layerwise", "LMCACHE_USE_LAYERWISE", "layer-wise transfer"),
     ("enable_blending", "LMCACHE_ENABLE_BLENDING", "blending"),
     (
@@ -62,7 +62,7 @@ def require_supported(
     Raises:
         ValueError: Naming the setting to change.
     """
-    for name, variable, what in _OFF:
+    for name, variable, what in UNSUPPORTED:
         if getattr(config, name, False):
             raise ValueError(
                 f"{what} is not supported on RBLN, wanted {name} off; set "
