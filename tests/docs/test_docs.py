@@ -22,8 +22,14 @@ DOCUMENTS = [
     USER_PAGE,
     *sorted((ROOT / "docs/design").rglob("*.md")),
     *sorted((ROOT / "sim").glob("*.md")),
+    ROOT / "lmcache-rbln/README.md",
 ]
-TESTS = [ROOT / "tests", ROOT / "sim/tests", ROOT / ".buildkite"]
+TESTS = [
+    ROOT / "tests",
+    ROOT / "sim/tests",
+    ROOT / "lmcache-rbln/tests",
+    ROOT / ".buildkite",
+]
 _VARIABLE = re.compile(
     r"\b(?:BUILD_WITH|LMCACHE|RBLN|TORCH_DEVICE|VLLM)_[A-Z0-9_]*[A-Z0-9]\b"
 )
@@ -60,6 +66,7 @@ def sources() -> str:
         ROOT / "dev",
         ROOT / "sim/src",
         ROOT / "sim/csrc",
+        ROOT / "lmcache-rbln/src",
         *packages,
     ) + (ROOT / "setup.py").read_text(encoding="utf-8")
 
