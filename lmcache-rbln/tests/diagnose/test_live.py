@@ -64,7 +64,7 @@ class Machine:
 @pytest.fixture(scope="module")
 def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
     folder = tmp_path_factory.mktemp("machine")
-    environment = machine_environment(folder, devices=2)
+    environment = machine_environment(folder, devices=2, rds_gib=0)
     for name in [n for n in environment if n.startswith("LMCACHE_")]:
         del environment[name]
     environment |= {"PYTHONHASHSEED": "0", "COLUMNS": "80"}

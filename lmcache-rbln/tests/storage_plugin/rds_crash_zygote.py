@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kills workers while they write, and judges what they leave on the NVMe.
+
+Run by test_rds_crash.py on the simulator. Everything is imported once; each worker is
+forked from here before any NPU is open, opens its own, and dies by SIGKILL. Prints a
+JSON object with what was found.
+"""
+
+# Standard
+from collections import Counter
+from collections.abc import Iterator
+import json
+import os
+import random
+import signal
+import sys
+import time
+
+# Third Party
+from rds_support import (
+    CHUNK_BYTES,
+    REGION_BYTES,
+    Engine,
+    config_of,
+    content_of,
+    key_of,
+    metadata_of,
+)
+import xxhash
+
+# First Party
+from lmcache_rbln.storage_plugin.rds_backend import RDSBackend
+from lmcache_rbln.storage_plugin.rds_header import HeaderError, decode, key_digest
+
+CHUNKS = 40
+DIGESTS = {key_digest(key_of(n).to_string()): n for n in range(CHUNKS)}
+CONTENT = {n: content_of(n) for n in range(CHUNKS)}
+
+
+def worker(ready: int) -> None:
+    """Begin cold, then write without end, over what the worker before left."""
+    backend = RDSBackend(config_of({"rds_max_chunks": 6}), metadata_of())
+    engine = Engine(backend)
+    cold = not any(engine.holds(*range(CHUNKS)))
+    engine.store(0)
+    good = engine.load(0) == [True]
+    os.write(ready, b"1" if cold and good else b"0")
+    number = 0
+    while True:
+        number = (number + 1) % CHUNKS
+        engine.store(number, (number + 20) % CHUNKS)
+
+
+def chunks_on(path: str) -> Iterator[str]:
+    """What each region of the NVMe is: ``whole``, ``rejected``, or ``WRONG``."""
+    with open(path, "rb") as file:
+        while len(data := file.read(REGION_BYTES)) == REGION_BYTES:
+            if not any(data):
+                return
+            try:
+                header = decode(data[:4096])
+            except HeaderError:
+                yield "rejected"
+                continue
+            payload = data[4096 : 4096 + header.payload_bytes]
+            if xxhash.xxh3_128(payload).digest() != header.checksum:
+                yield "rejected"
+            elif (
+                len(payload) != CHUNK_BYTES
+                or header.key not in DIGESTS
+                or payload != CONTENT[DIGESTS[header.key]]
+            ):
+                yield "WRONG"
+            else:
+                yield "whole"
+
+
+def main(times: int, path: str) -> None:
+    """Kill ``times`` workers at random points."""
+    chance = random.Random(0)
+    found: Counter[str] = Counter()
+    for _ in range(times):
+        receive, send = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.close(receive)
+            try:
+                worker(send)
+            finally:
+                os._exit(1)  # a worker that ends by itself has failed
+        os.close(send)
+        found["started well"] += os.read(receive, 1) == b"1"
+        os.close(receive)
+        time.sleep(chance.uniform(0, 0.06))
+        os.kill(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+        found["killed"] += os.WIFSIGNALED(status)
+        found.update(chunks_on(path))
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), os.environ["RBLN_SIM_RDS_FILE"])

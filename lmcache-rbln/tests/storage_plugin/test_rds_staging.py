@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Device staging memory: bounded, accounted for, given back exactly once."""
+
+# Standard
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+import gc
+import threading
+import time
+
+# Third Party
+import pytest
+import torch
+
+# First Party
+from lmcache.v1.memory_management import MemoryFormat
+from lmcache_rbln.storage_plugin.rds_checksum import DeviceChecksum
+from lmcache_rbln.storage_plugin.rds_device import RDSDevice, RDSError
+from lmcache_rbln.storage_plugin.rds_staging import StagingAllocator, deadline_in
+import xxhash
+
+pytestmark = pytest.mark.npu
+
+SHAPES = [torch.Size([2, 2, 128, 128])]
+DTYPES = [torch.bfloat16]
+MIB = 1 << 20
+
+
+@pytest.fixture
+def device(storage: Any) -> RDSDevice:
+    return RDSDevice(torch.device("rbln:0"), numa_node=0)
+
+
+@pytest.fixture
+def allocator(device: RDSDevice) -> StagingAllocator:
+    return StagingAllocator(device, 1 * MIB, 2 * 128 << 10)
+
+
+def test_the_buffer_holds_whole_slots_with_their_headers(
+    allocator: StagingAllocator,
+) -> None:
+    # 256 KiB and 4 KiB each: three fit into 1 MiB.
+    assert allocator.num_slots == allocator.free_slots == 3
+    assert allocator.slot_bytes == 256 << 10
+    objs = [allocator.allocate(SHAPES, DTYPES) for _ in range(3)]
+    assert allocator.allocate(SHAPES, DTYPES) is None
+    assert len({obj.slot.payload.data_ptr() for obj in objs if obj}) == 3
+    for obj in objs:
+        assert obj is not None
+        assert obj.tensor is not None
+        assert obj.tensor.device == torch.device("rbln:0")
+        assert obj.tensor.shape == SHAPES[0]
+        assert obj.get_memory_format() == MemoryFormat.KV_2LTD
+        assert allocator.memcheck()
+        obj.ref_count_down()
+    assert allocator.free_slots == 3
+    assert allocator.memcheck()
+
+
+def test_a_buffer_without_a_chunk_says_what_is_needed(device: RDSDevice) -> None:
+    with pytest.raises(ValueError, match=r"1 MiB holds no chunk of 5242880 .* 6 or"):
+        StagingAllocator(device, MIB, 5 * MIB)
+
+
+@pytest.mark.sim
+def test_a_buffer_that_does_not_fit_says_so(device: RDSDevice) -> None:
+    with pytest.raises(RDSError, match=r"rds_buffer_size of \d+ MiB does not fit"):
+        StagingAllocator(device, 64 << 30, 8 << 30)
+
+
+def test_fmt_none_single_shapes_and_oversize(allocator: StagingAllocator) -> None:
+    obj = allocator.allocate(SHAPES[0], DTYPES[0], None)
+    assert obj is not None
+    assert obj.get_memory_format() == MemoryFormat.KV_2LTD
+    obj.ref_count_down()
+    assert allocator.allocate(torch.Size([2, 2, 1024, 128]), torch.bfloat16) is None
+
+
+def test_a_second_free_and_a_lost_object_are_harmless(
+    allocator: StagingAllocator,
+) -> None:
+    obj = allocator.allocate(SHAPES, DTYPES)
+    assert obj is not None
+    allocator.free(obj)
+    allocator.free(obj)
+    obj.ref_count_down()
+    assert allocator.free_slots == 3
+    lost = allocator.allocate(SHAPES, DTYPES)
+    assert lost is not None
+    del lost, obj
+    gc.collect()
+    assert allocator.free_slots == 3
+    assert allocator.memcheck()
+    with pytest.raises(TypeError):
+        allocator.free(object())  # type: ignore[arg-type]
+
+
+def test_batched_is_all_or_nothing(allocator: StagingAllocator) -> None:
+    assert allocator.batched_allocate(SHAPES, DTYPES, 4) is None
+    objs = allocator.batched_allocate(SHAPES, DTYPES, 3)
+    assert objs is not None
+    allocator.batched_free(objs)
+    assert allocator.free_slots == 3
+
+
+def test_a_wait_ends_when_memory_comes_back(allocator: StagingAllocator) -> None:
+    objs = allocator.batched_allocate(SHAPES, DTYPES, 3)
+    assert objs is not None
+    started = threading.Event()
+
+    def left() -> float:
+        started.set()
+        return 5.0
+
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(allocator.allocate_within, SHAPES, DTYPES, None, left)
+        assert started.wait(5)
+        objs[0].ref_count_down()
+        again = late.result(timeout=5)
+    assert again is not None
+    assert allocator.allocate_within(SHAPES, DTYPES, None, deadline_in(0.05)) is None
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(
+            allocator.allocate_within, SHAPES, DTYPES, None, lambda: 60.0
+        )
+        time.sleep(0.01)
+        allocator.close()
+        assert late.result(timeout=5) is None
+
+
+def test_the_next_user_waits_for_work_that_is_left_on_a_slot(
+    allocator: StagingAllocator,
+) -> None:
+    waited = []
+
+    class Work:
+        def synchronize(self) -> None:
+            waited.append(True)
+
+    obj = allocator.allocate(SHAPES, DTYPES)
+    others = allocator.batched_allocate(SHAPES, DTYPES, 2)
+    assert obj is not None and others is not None
+    obj.ready = Work()
+    obj.ref_count_down()
+    assert not waited
+    again = allocator.allocate(SHAPES, DTYPES)
+    assert again is not None
+    assert waited == [True]
+    assert again.ready is None
+
+
+@pytest.mark.parametrize("nbytes", [1, 4095, 4096, 8192, 8193, 3 * 4096 + 7, 5 * 4096])
+def test_a_checksum_is_of_exactly_the_first_bytes(
+    device: RDSDevice, nbytes: int
+) -> None:
+    host = torch.randint(0, 256, (5 * 4096,), dtype=torch.uint8)
+    tensor = device.empty(5 * 4096)
+    tensor.copy_(host)
+    checksum = DeviceChecksum(torch.device("rbln:0"), tile_bytes=4096)
+    want = xxhash.xxh3_128(host[:nbytes].numpy().tobytes()).digest()
+    with ThreadPoolExecutor(8) as pool:
+        for got in pool.map(lambda _: checksum.digest(tensor, nbytes), range(16)):
+            assert got == want
+    assert len(checksum._free) <= 3

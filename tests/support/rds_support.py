@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A storage of a test's own and backends on it, for ``lmcache-rbln/tests``."""
+
+# Standard
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+import importlib.util
+import random
+
+# Third Party
+import pytest
+import torch
+
+# First Party
+from lmcache.utils import CacheEngineKey
+from lmcache.v1.config import LMCacheEngineConfig
+from lmcache.v1.metadata import LMCacheMetadata
+from lmcache_rbln.storage_plugin.rds_backend import RDSBackend
+from lmcache_rbln.storage_plugin.rds_staging import StagedMemoryObj
+
+MIB = 1 << 20
+# 2 planes x 2 layers x 128 tokens x 2 heads x 64 x 2 bytes = 128 KiB.
+CHUNK_BYTES = 128 << 10
+REGION_BYTES = CHUNK_BYTES + 4096
+
+
+@dataclass
+class Storage:
+    """Makes the simulated NVMe of a test, and damages what is on it."""
+
+    folder: Path
+    monkeypatch: pytest.MonkeyPatch
+
+    def use(self, chunks: float = 1000, faults: str = "") -> None:
+        """Set the size, in chunks of the test model, and the faults."""
+        gib = chunks * REGION_BYTES / 2**30
+        self.monkeypatch.setenv("RBLN_SIM_RDS_FILE", str(self.file))
+        self.monkeypatch.setenv("RBLN_SIM_RDS_GIB", repr(gib))
+        self.monkeypatch.setenv("RBLN_SIM_RDS_FAULTS", faults)
+        forget_settings()
+
+    @property
+    def file(self) -> Path:
+        """The file that is the NVMe."""
+        return self.folder / "nvme.img"
+
+
+def forget_settings() -> None:
+    """Let the simulated storage read its settings again."""
+    importlib.import_module("rebel.rds._settings").settings.cache_clear()
+    importlib.import_module("rebel.rds._service")._service_of.cache_clear()
+
+
+@contextmanager
+def own_storage(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Storage]:
+    """A storage of the test's own on the simulator; the real one on an NPU."""
+    made = Storage(folder, monkeypatch)
+    simulated = importlib.util.find_spec("rebel._device") is not None
+    if simulated:
+        made.use()
+    yield made
+    if simulated:
+        forget_settings()
+
+
+def metadata_of(**changes: Any) -> LMCacheMetadata:
+    """Metadata of a small model."""
+    return LMCacheMetadata(
+        **{
+            "model_name": "m",
+            "world_size": 1,
+            "local_world_size": 1,
+            "worker_id": 0,
+            "local_worker_id": 0,
+            "kv_dtype": torch.bfloat16,
+            "kv_shape": (2, 2, 128, 2, 64),
+            "role": "worker",
+            "chunk_size": 128,
+            **changes,
+        }
+    )
+
+
+def config_of(extra: dict[str, Any] | None = None, **changes: Any) -> Any:
+    """LMCache's configuration as the documentation of direct storage has it."""
+    return LMCacheEngineConfig.from_defaults(
+        **{
+            "chunk_size": 128,
+            "local_cpu": False,
+            "max_local_cpu_size": 0,
+            "use_layerwise": False,
+            "extra_config": {"rds_buffer_size": 2} | (extra or {}),
+            **changes,
+        }
+    )
+
+
+def key_of(number: int, worker: int = 0) -> CacheEngineKey:
+    """A key."""
+    return CacheEngineKey("m", 1, worker, number, torch.bfloat16)
+
+
+def content_of(number: int) -> bytes:
+    """The bytes of a chunk, different in every element and chunk."""
+    return random.Random(number).randbytes(CHUNK_BYTES)
+
+
+class Engine:
+    """What LMCache does with a backend."""
+
+    def __init__(self, backend: RDSBackend) -> None:
+        self.backend = backend
+        self.metadata = backend.metadata
+
+    def chunk(self, number: int) -> StagedMemoryObj:
+        """A chunk in staging memory."""
+        obj = self.backend.allocate(
+            self.metadata.get_shapes(), self.metadata.get_dtypes(), None
+        )
+        assert isinstance(obj, StagedMemoryObj)
+        data = torch.frombuffer(bytearray(content_of(number)), dtype=torch.uint8)
+        obj.slot.payload.copy_(data)
+        return obj
+
+    def submit(self, *numbers: int) -> Any:
+        """Store chunks as LMCache's storage manager does; returns the futures."""
+        objs = [self.chunk(number) for number in numbers]
+        keys = [key_of(number) for number in numbers]
+        try:
+            return self.backend.batched_submit_put_task(keys, list(objs))
+        finally:
+            for obj in objs:
+                obj.ref_count_down()
+
+    def store(self, *numbers: int) -> None:
+        """Store chunks and wait until they are down, or have failed."""
+        for future in self.submit(*numbers) or []:
+            future.result(timeout=10)
+
+    def load(self, *numbers: int) -> list[bool]:
+        """Restore chunks; returns which came back, with exactly their bytes."""
+        objs = self.backend.batched_get_blocking([key_of(n) for n in numbers])
+        assert len(objs) == len(numbers)
+        came = []
+        for number, obj in zip(numbers, objs, strict=True):
+            came.append(obj is not None)
+            if obj is not None:
+                assert isinstance(obj, StagedMemoryObj)
+                assert obj.get_ref_count() == 1
+                assert obj.get_shapes() == self.metadata.get_shapes()
+                data = obj.slot.payload.cpu().numpy().tobytes()
+                assert data == content_of(number), f"wrong bytes in chunk {number}"
+                obj.ref_count_down()
+        return came
+
+    def holds(self, *numbers: int) -> list[bool]:
+        """Which chunks a lookup finds."""
+        return [self.backend.contains(key_of(number)) for number in numbers]
+
+    def metric(self, name: str) -> float:
+        """Value of a counter or gauge."""
+        return float(self.backend._metrics._metrics[name]._value.get())
+
+    def assert_idle(self) -> None:
+        """Nothing holds staging memory, and every slot is accounted for."""
+        allocator = self.backend._allocator
+        assert allocator.memcheck()
+        assert allocator.free_slots == allocator.num_slots
+
+
+@contextmanager
+def engines() -> Iterator[Callable[..., Engine]]:
+    """Makes engines on the test's storage from ``rds_*`` settings."""
+    made: list[Engine] = []
+
+    def make(extra: dict[str, Any] | None = None, metadata: Any = None) -> Engine:
+        metadata = metadata or metadata_of()
+        backend = RDSBackend(config_of(extra), metadata, None, None, "rbln:0")
+        made.append(Engine(backend))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.backend.close()
+
+
+def damage(engine: Engine, number: int, change: Callable[[bytearray], None]) -> None:
+    """Change the stored bytes of a chunk behind the backend's back.
+
+    Args:
+        engine: Has stored it.
+        number: Of the chunk.
+        change: Changes the region's bytes, its header first.
+    """
+    entry = engine.backend._index._entries[key_of(number)]
+    path, start = entry.region.chunk.sim_location
+    with open(path, "r+b") as file:
+        file.seek(start)
+        data = bytearray(file.read(REGION_BYTES))
+        change(data)
+        assert len(data) == REGION_BYTES
+        file.seek(start)
+        file.write(data)
