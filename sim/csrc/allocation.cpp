@@ -6,6 +6,7 @@
 #include "address_space.h"
 #include "counters.h"
 #include "engine.h"
+#include "operation.h"
 
 namespace rbln_sim {
 namespace {
@@ -47,7 +48,10 @@ void Allocation::ensure_device() {
 void Allocation::to_device(bool overwritten) {
   ensure_device();
   if (residency_ == Residency::kHost && !overwritten) {
-    copy_now(device_bytes_->data(), host_->data(), size_);
+    perform_hidden(Kind::kH2D, device_.id(), size_, [&]() -> Operation::Crossing {
+      copy_now(device_bytes_->data(), host_->data(), size_);
+      return {size_, 1};
+    });
     counters().sync_h2d.add(size_);
   } else if (residency_ == Residency::kZero && !overwritten) {
     device_bytes_->zero();
@@ -78,26 +82,27 @@ bool Allocation::writes_to_device(uint64_t length) const {
   return bound_ || (residency_ == Residency::kDevice && length != size_);
 }
 
-void Allocation::read(uint64_t offset, uint64_t length, char* to) {
+bool Allocation::read(uint64_t offset, uint64_t length, char* to) {
   Span source;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (residency_ != Residency::kDevice) {
       ensure_host();
       copy_now(to, host_->data() + offset, length);
-      return;
+      return false;
     }
     source = part(device_bytes_, offset);
   }
   counters().sync_d2h.add(length);
   if (!host_view_known_) {
     std::memset(to, kPoison, length);
-    return;
+    return true;
   }
   copy_now(to, source.bytes, length);
+  return true;
 }
 
-void Allocation::write(uint64_t offset, uint64_t length, const char* from) {
+bool Allocation::write(uint64_t offset, uint64_t length, const char* from) {
   host_view_known_ = true;
   Span target;
   {
@@ -106,12 +111,13 @@ void Allocation::write(uint64_t offset, uint64_t length, const char* from) {
       ensure_host();
       copy_now(host_->data() + offset, from, length);
       residency_ = Residency::kHost;
-      return;
+      return false;
     }
     target = part(device_bytes_, offset);
   }
   counters().sync_h2d.add(length);
   copy_now(target.bytes, from, length);
+  return true;
 }
 
 Allocation::Source Allocation::source(uint64_t offset) {
@@ -127,39 +133,38 @@ Span Allocation::device_target(uint64_t offset, uint64_t length) {
   return part(device_bytes_, offset);
 }
 
-Span Allocation::borrow(uint64_t offset, uint64_t length, bool overwrite) {
+Allocation::Loan Allocation::borrow(uint64_t offset, uint64_t length, bool overwrite) {
   Span source, lent;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (residency_ != Residency::kDevice) {
       ensure_host();
-      return part(host_, offset);
+      return {part(host_, offset), false};
     }
     source = part(device_bytes_, offset);
   }
   // The device bytes stay the newest and a copy is lent. If all of them became
   // host-latest, what streams write to other parts meanwhile would be lost.
   lent = part(std::make_shared<Bytes>(length), 0);
-  if (!overwrite) {
-    if (host_view_known_) {
-      copy_now(lent.bytes, source.bytes, length);
-    } else {
-      std::memset(lent.bytes, kPoison, length);
-    }
-    counters().sync_d2h.add(length);
+  if (overwrite) return {lent, false};
+  if (host_view_known_) {
+    copy_now(lent.bytes, source.bytes, length);
+  } else {
+    std::memset(lent.bytes, kPoison, length);
   }
-  return lent;
+  counters().sync_d2h.add(length);
+  return {lent, true};
 }
 
-void Allocation::take_back(uint64_t offset, uint64_t length, const Span& borrowed) {
+bool Allocation::take_back(uint64_t offset, uint64_t length, const Span& borrowed) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (borrowed.owner == host_) {
       residency_ = Residency::kHost;
-      return;
+      return false;
     }
   }
-  write(offset, length, borrowed.bytes);
+  return write(offset, length, borrowed.bytes);
 }
 
 void Allocation::set_info(rbln::DataType user, rbln::DataType physical,
@@ -168,6 +173,11 @@ void Allocation::set_info(rbln::DataType user, rbln::DataType physical,
   user_dtype_ = user;
   physical_dtype_ = physical;
   shape_ = shape;
+}
+
+rbln::DataType Allocation::physical_dtype() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return physical_dtype_;
 }
 
 rbln::MemoryInfo Allocation::info() const {

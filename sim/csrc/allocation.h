@@ -50,9 +50,9 @@ class Allocation {
   void mark_zeros();
 
   /// Synchronous copies from and to host memory. One that crosses to the device is
-  /// counted. `from` may point into the same allocation.
-  void read(uint64_t offset, uint64_t length, char* to);
-  void write(uint64_t offset, uint64_t length, const char* from);
+  /// counted, and told by returning true. `from` may point into the same allocation.
+  bool read(uint64_t offset, uint64_t length, char* to);
+  bool write(uint64_t offset, uint64_t length, const char* from);
 
   struct Source {
     Span span;
@@ -64,11 +64,17 @@ class Allocation {
   /// first.
   Span device_target(uint64_t offset, uint64_t length);
 
+  struct Loan {
+    Span span;
+    /// The bytes were brought from the device.
+    bool crossed;
+  };
   /// Host memory holding `length` bytes at `offset`, or memory to be filled if
   /// `overwrite`.
-  Span borrow(uint64_t offset, uint64_t length, bool overwrite);
-  /// The borrowed bytes were changed: they become the newest.
-  void take_back(uint64_t offset, uint64_t length, const Span& borrowed);
+  Loan borrow(uint64_t offset, uint64_t length, bool overwrite);
+  /// The borrowed bytes were changed: they become the newest. Returns whether they were
+  /// brought to the device.
+  bool take_back(uint64_t offset, uint64_t length, const Span& borrowed);
 
   /// False after device bytes changed without the runtime's knowledge: what the host
   /// reads is poison until it is true again, or the host writes.
@@ -78,6 +84,8 @@ class Allocation {
   void set_info(rbln::DataType user, rbln::DataType physical,
                 const std::vector<int64_t>& shape);
   rbln::MemoryInfo info() const;
+  /// Of the bytes in device memory; Undefined if nobody told.
+  rbln::DataType physical_dtype() const;
 
  private:
   enum class Residency { kEmpty, kZero, kHost, kDevice };

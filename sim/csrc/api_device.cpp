@@ -35,6 +35,11 @@ RetCode rbln_register_device_id(int torch_device, int* npus, int count) {
     if (torch_device < 0 || count < 0) {
       refuse(kInvalid, "device ", torch_device, " of ", count, " NPU(s)");
     }
+    if (static_cast<size_t>(count) > visible_npus().size()) {
+      refuse(kInvalid, "rbln:", torch_device, " of ", count, " NPUs; ",
+             visible_npus().size(), " visible");
+    }
+    if (npus == nullptr && count > 0) refuse(kInvalid, "the list of NPUs is null");
     std::vector<unsigned> positions;
     for (int i = 0; i < count; ++i) {
       if (npus[i] < 0) refuse(kInvalid, "there is no NPU ", npus[i]);

@@ -35,14 +35,16 @@ void lend(uint64_t vaddr, uint64_t bytes, bool overwrite, uint64_t& host,
   const uint32_t device_id = range.allocation->device().id();
   drain_current_stream(device_id);
   Span lent;
-  const auto borrow = [&] {
-    lent = range.allocation->borrow(range.offset, range.length, overwrite);
+  const auto borrow = [&](uint64_t) -> Operation::Crossing {
+    const auto loan = range.allocation->borrow(range.offset, range.length, overwrite);
+    lent = loan.span;
+    return {loan.crossed ? bytes : 0, 1};
   };
   // Device bytes are lent as a copy, anything else without one.
   if (!overwrite && range.allocation->on_device()) {
-    perform({Kind::kD2H, device_id, bytes, 1}, [&](uint64_t) { borrow(); });
+    perform({Kind::kD2H, device_id, bytes, 1, true}, borrow);
   } else {
-    borrow();
+    borrow(1);
   }
   host = reinterpret_cast<uint64_t>(lent.bytes);
   Loans& all = loans();
@@ -168,13 +170,15 @@ RetCode rbln_v_return_borrowed(uint64_t id, bool updated) {
     const Range& range = loan.range;
     const uint32_t device_id = range.allocation->device().id();
     drain_current_stream(device_id);
-    const auto take_back = [&] {
-      range.allocation->take_back(range.offset, range.length, loan.lent);
+    const auto take_back = [&](uint64_t) -> Operation::Crossing {
+      const bool crossed =
+          range.allocation->take_back(range.offset, range.length, loan.lent);
+      return {crossed ? range.length : 0, 1};
     };
     if (range.allocation->on_device()) {
-      perform({Kind::kH2D, device_id, range.length, 1}, [&](uint64_t) { take_back(); });
+      perform({Kind::kH2D, device_id, range.length, 1, true}, take_back);
     } else {
-      take_back();
+      take_back(1);
     }
   });
 }

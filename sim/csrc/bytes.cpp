@@ -25,7 +25,8 @@ Bytes::Bytes(size_t size) : size_(size) {
     data_ = static_cast<char*>(at);
     return;
   }
-  const size_t rounded = (size + kAlignment - 1) / kAlignment * kAlignment;
+  // Also of no bytes: aligned_alloc may answer null to a size of 0.
+  const size_t rounded = (size / kAlignment + 1) * kAlignment;
   data_ = static_cast<char*>(std::aligned_alloc(kAlignment, rounded));
   if (data_ == nullptr) throw std::bad_alloc();
   std::memset(data_, 0, rounded);

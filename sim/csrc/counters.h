@@ -25,9 +25,14 @@ struct Tally {
 /// position and expects exactly these.
 enum HiddenReason { kSrcNotOnDevice, kSrcDeviceOnly, kSrcSynced, kHiddenReasons };
 
-/// Why a device-to-device plan was rejected; positions as torch-rbln's table. Only the
-/// named one occurs here.
-enum RejectReason { kRejectNone, kRejectSrcNotOnDevice, kRejectReasons = 9 };
+/// Why a device-to-device plan was rejected; positions as torch-rbln's table, which
+/// names these two. The others are internal there and never occur here.
+enum RejectReason {
+  kRejectNone,
+  kRejectSrcNotOnDevice,
+  kRejectDtypeMismatch = 4,
+  kRejectReasons = 9
+};
 
 struct Counters {
   /// Synchronous transfers between device and host memory. Asynchronous copies of

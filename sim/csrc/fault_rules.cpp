@@ -47,7 +47,9 @@ class Reader {
     if (rule_.action == Action::kLost) {
       if (rule_.sticky) bad("a lost device is lost for good, without '+sticky'");
       want_fields(3, 3);
-      rule_.device = static_cast<uint32_t>(number(fields_[1], 0, "a device"));
+      const uint64_t device = number(fields_[1], 0, "a device");
+      if (device > UINT32_MAX) bad("there is no device " + fields_[1]);
+      rule_.device = static_cast<uint32_t>(device);
       rule_.position = number(fields_[2], 0, "a number of operations");
       return rule_;
     }
@@ -121,6 +123,7 @@ class Reader {
                                           : 0;
     if (scale == 0) bad("'" + value + "' is not a time with us, ms or s");
     const uint64_t count = number(value.substr(0, unit_at), 1, "a time");
+    if (count > kMaxNumber / scale) bad("'" + value + "' is more than 10^12 us");
     rule_.time = std::chrono::microseconds(count * scale);
   }
 

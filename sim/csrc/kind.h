@@ -7,4 +7,14 @@ namespace rbln_sim {
 enum class Kind { kD2H, kH2D, kD2D, kGraph, kSync, kAlloc };
 constexpr unsigned kKinds = 6;
 
+/// How the bytes of a copy went.
+enum class Via {
+  /// Between host and device memory, or between device addresses, as asked for.
+  kLink,
+  /// Served from host memory, where the newest bytes were or may wait: nothing crossed.
+  kHost,
+  /// They crossed because of the residency, inside a call that asked for no such copy.
+  kHidden
+};
+
 }  // namespace rbln_sim

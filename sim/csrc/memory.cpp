@@ -126,6 +126,10 @@ std::shared_ptr<Allocation> resolve_base(uint64_t address) {
 
 char* host_pointer(uint64_t pointer, uint64_t length) {
   if (pointer == 0) refuse(kInvalid, "the host pointer is null");
+  if (length > UINT64_MAX - pointer) {
+    refuse(kInvalid, length, " bytes at the host pointer ", hex(pointer),
+           " run past the end of all memory");
+  }
   const AddressSpace& space = AddressSpace::instance();
   if (space.contains(pointer) || space.contains(pointer + length - 1)) {
     refuse(kInvalid, hex(pointer),

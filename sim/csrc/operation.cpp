@@ -29,9 +29,16 @@ bool is_copy(Kind kind) {
 
 Operation::Operation(const What& what, std::optional<uint32_t> stream)
     : what_(what),
+      crossing_{what.bytes, what.descriptors},
       stream_(stream),
       thread_(traced(what.kind) ? thread_number() : 0),
       fault_(faults().next(what.kind, what.device)) {}
+
+Operation::Operation(const What& what, const FaultRule* fault)
+    : what_(what),
+      crossing_{what.bytes, what.descriptors},
+      thread_(traced(what.kind) ? thread_number() : 0),
+      fault_(fault) {}
 
 void Operation::start() {
   begin_ = now_ns();
@@ -46,13 +53,15 @@ void Operation::start() {
 }
 
 void Operation::finish() {
-  if (is_copy(what_.kind) && settings().costs.any()) {
-    wait_until(end_of_copy(what_.kind, what_.device, stream_.has_value(), what_.bytes,
-                           what_.descriptors, begin_));
+  const bool crosses = is_copy(what_.kind) && crossing_.bytes != 0;
+  if (crosses && settings().costs.any()) {
+    wait_until(end_of_copy(what_.kind, what_.device, stream_.has_value(),
+                           crossing_.bytes, crossing_.descriptors, begin_));
   }
   if (traced(what_.kind)) {
+    const Via via = !crosses ? Via::kHost : what_.hidden ? Via::kHidden : Via::kLink;
     write_trace({what_.kind, thread_, what_.bytes, what_.descriptors, what_.device,
-                 stream_, begin_, now_ns()});
+                 stream_, begin_, now_ns(), via});
   }
   if (!fails()) return;
   if (fault_->action == FaultRule::Action::kOom) {

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <type_traits>
 
 #include "fault_rules.h"
 #include "kind.h"
@@ -23,11 +24,27 @@ class Operation {
     uint64_t bytes = 0;
     /// Contiguous pieces of a copy.
     uint64_t descriptors = 0;
+    /// A copy that residency makes inside a call that asked for none.
+    bool hidden = false;
+  };
+  /// How much of a copy crosses the link; the rest is served from host memory.
+  struct Crossing {
+    uint64_t bytes = 0;
+    uint64_t descriptors = 0;
+
+    Crossing& operator+=(const Crossing& more) {
+      bytes += more.bytes;
+      descriptors += more.descriptors;
+      return *this;
+    }
   };
 
   /// `stream` is the stream's number on its device; none in the calling thread.
   /// Throws Refusal if the device is lost, or the trace cannot be written.
   explicit Operation(const What& what, std::optional<uint32_t> stream = std::nullopt);
+
+  /// One that the program did not ask for: no fault counts it or strikes it.
+  static Operation uncounted(const What& what) { return Operation(what, nullptr); }
 
   /// Whether a fault will delay it, or keep it from being done.
   bool disturbed() const { return fault_ != nullptr; }
@@ -36,12 +53,17 @@ class Operation {
   /// Take the time, then delay or hang if a fault says so.
   /// Throws Refusal if it hung for as long as the fault says.
   void start();
+  /// All of a copy crosses the link, unless this says otherwise.
+  void crossed(const Crossing& crossing) { crossing_ = crossing; }
   /// Last for as long as the cost model says, then write the trace.
   /// Throws Refusal if it was to fail.
   void finish();
 
  private:
+  Operation(const What& what, const FaultRule* fault);
+
   What what_;
+  Crossing crossing_;
   std::optional<uint32_t> stream_;
   int thread_;
   const FaultRule* fault_;
@@ -50,17 +72,35 @@ class Operation {
 
 /// Run `body(pieces)` as an operation in the calling thread. `pieces` is how many of
 /// the descriptors to do: all of them, or half if it is to fail. It is not run where
-/// half of them is none.
+/// half of them is none. That of a copy may return what crossed the link.
 template <typename Body>
 void perform(const Operation::What& what, Body&& body) {
   Operation operation(what);
+  const auto run = [&](uint64_t pieces) {
+    if constexpr (std::is_void_v<decltype(body(pieces))>) {
+      body(pieces);
+    } else {
+      operation.crossed(body(pieces));
+    }
+  };
   operation.start();
   if (!operation.fails()) {
-    body(what.descriptors);
+    run(what.descriptors);
   } else if (what.descriptors > 1) {
-    body(what.descriptors / 2);
+    run(what.descriptors / 2);
   }
   operation.finish();
+}
+
+/// Run `body`, which makes a copy that residency needs inside another operation, if one
+/// is needed: it returns what crossed the link. It takes its modelled time and is
+/// traced as hidden.
+template <typename Body>
+void perform_hidden(Kind kind, uint32_t device, uint64_t bytes, Body&& body) {
+  Operation operation = Operation::uncounted({kind, device, bytes, 1, true});
+  operation.start();
+  const Operation::Crossing crossing = body();
+  if (crossing.bytes != 0) operation.finish();
 }
 
 }  // namespace rbln_sim

@@ -30,7 +30,14 @@ std::map<unsigned, int>& held() {
 std::atomic<pid_t> forked_from{0};
 std::atomic<pid_t> owner{0};
 
+// A fork waits until no NPU is half open: the child would have a lock file that nobody
+// closes, and the lock of this file without a thread that lets it go.
+void before_fork() { mutex.lock(); }
+
+void after_fork_in_parent() { mutex.unlock(); }
+
 void after_fork_in_child() {
+  mutex.unlock();
   const pid_t parent = owner.load();
   if (parent == 0) return;
   forked_from = parent;
@@ -38,6 +45,10 @@ void after_fork_in_child() {
   // keep the NPU held after the owner has ended.
   for (const auto& [npu, file] : held()) close(file);
 }
+
+// From when the library is loaded: a fork may come during the first open.
+const int watching_forks =
+    pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
 
 // The command line of this process, arguments separated by blanks.
 std::string command_line() {
@@ -93,7 +104,8 @@ int lock_npu(unsigned npu) {
       settings().state_dir + "/npu" + std::to_string(npu) + ".lock";
   const int file = open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
   if (file < 0) {
-    refuse(kFailure, "cannot open ", path, ": ", std::strerror(errno));
+    refuse(kFailure, "cannot open ", path, ": ", std::strerror(errno),
+           "; RBLN_SIM_STATE_DIR names another folder");
   }
   if (flock(file, LOCK_EX | LOCK_NB) != 0) {
     const std::string holder = who_holds(file);
@@ -105,7 +117,8 @@ int lock_npu(unsigned npu) {
   if (ftruncate(file, 0) != 0 ||
       pwrite(file, text.data(), text.size(), 0) != static_cast<ssize_t>(text.size())) {
     close(file);
-    refuse(kFailure, "cannot write ", path, ": ", std::strerror(errno));
+    refuse(kFailure, "cannot write ", path, ": ", std::strerror(errno),
+           "; RBLN_SIM_STATE_DIR names another folder");
   }
   return file;
 }
@@ -136,8 +149,7 @@ void log_open(unsigned npu) {
 
 void open_npus(const std::vector<unsigned>& npus) {
   std::lock_guard<std::mutex> lock(mutex);
-  static const int handler = pthread_atfork(nullptr, nullptr, after_fork_in_child);
-  if (handler != 0) refuse(kFailure, "cannot watch for fork()");
+  if (watching_forks != 0) refuse(kFailure, "cannot watch for fork()");
   make_state_dir(settings().state_dir);
   std::map<unsigned, int> opened;
   try {

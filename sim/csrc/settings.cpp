@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
-#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
@@ -48,7 +47,9 @@ uint64_t memory_of(const char* name) {
   if (*value != '\0') {
     char* end = nullptr;
     gib = std::strtod(value, &end);
-    if (*end != '\0' || !std::isfinite(gib) || gib <= 0 || gib > kMaxMemoryGib) {
+    // Neither hexadecimal digits nor an exponent, as for all other numbers here.
+    const bool digits = std::strspn(value, "0123456789.") == std::strlen(value);
+    if (!digits || *end != '\0' || gib <= 0 || gib > kMaxMemoryGib) {
       refuse(kInvalid, name, "='", value, "' is not a number of GiB above 0 and up to ",
              kMaxMemoryGib);
     }

@@ -36,6 +36,20 @@ const char* name_of(Kind kind) {
   return nullptr;
 }
 
+// As a JSON value; what copies nothing went no way.
+const char* way_of(const TraceLine& line) {
+  if (line.descriptors == 0) return "null";
+  switch (line.via) {
+    case Via::kLink:
+      return "\"link\"";
+    case Via::kHost:
+      return "\"host\"";
+    case Via::kHidden:
+      break;
+  }
+  return "\"hidden\"";
+}
+
 int trace_file() {
   // Without a lock once it is open: a process may be forked while another thread holds
   // one.
@@ -65,13 +79,13 @@ void write_trace(const TraceLine& line) {
   char stream[16] = "null";
   if (line.stream) snprintf(stream, sizeof stream, "%" PRIu32, *line.stream);
   char text[384];
-  const int length =
-      snprintf(text, sizeof text,
-               "{\"pid\": %d, \"thread\": %d, \"kind\": \"%s\", \"bytes\": %" PRIu64
-               ", \"descriptors\": %" PRIu64 ", \"device\": %" PRIu32
-               ", \"stream\": %s, \"begin\": %" PRId64 ", \"end\": %" PRId64 "}\n",
-               static_cast<int>(getpid()), line.thread, name_of(line.kind), line.bytes,
-               line.descriptors, line.device, stream, line.begin, line.end);
+  const int length = snprintf(
+      text, sizeof text,
+      "{\"pid\": %d, \"thread\": %d, \"kind\": \"%s\", \"bytes\": %" PRIu64
+      ", \"descriptors\": %" PRIu64 ", \"device\": %" PRIu32
+      ", \"stream\": %s, \"via\": %s, \"begin\": %" PRId64 ", \"end\": %" PRId64 "}\n",
+      static_cast<int>(getpid()), line.thread, name_of(line.kind), line.bytes,
+      line.descriptors, line.device, stream, way_of(line), line.begin, line.end);
   if (write(trace_file(), text, static_cast<size_t>(length)) != length) {
     report("RBLN_SIM_TRACE",
            std::string("a line was not written: ") + std::strerror(errno));

@@ -22,6 +22,8 @@ struct TraceLine {
   std::optional<uint32_t> stream;
   int64_t begin;
   int64_t end;
+  /// For copies.
+  Via via = Via::kLink;
 };
 
 /// Whether operations of this kind are traced.

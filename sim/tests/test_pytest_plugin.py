@@ -3,9 +3,13 @@
 
 # Standard
 from importlib import metadata
+from pathlib import Path
 
 # Third Party
 import pytest
+
+# First Party
+from rbln_sim.pytest_plugin import Open, read_opens
 
 pytest_plugins = ["pytester"]
 pytestmark = pytest.mark.sim
@@ -144,3 +148,12 @@ def test_a_wrong_setting_is_named(project: pytest.Pytester) -> None:
     result.stdout.fnmatch_lines(
         ["*ValueError: 'device' is no setting of rbln-sim; known: *devices*"]
     )
+
+
+def test_the_log_of_opens_may_hold_any_command_line(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    entry = b'{"pid": 1, "npu": 0, "time": 2.5, "argv": "a \xff\xe2\x80\xa8b"}\n'
+    log.write_bytes(entry * 2)
+    assert read_opens(tmp_path / "none") == []
+    first, second = read_opens(log)
+    assert first == second == Open(1, 0, 2.5, "a \ufffd\u2028b")

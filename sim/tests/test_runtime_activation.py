@@ -4,6 +4,7 @@
 # Standard
 from pathlib import Path
 import os
+import signal
 import subprocess
 import sys
 
@@ -12,7 +13,7 @@ import pytest
 
 # First Party
 from rbln_sim.pytest_plugin import RunPython
-from rbln_sim import activation, cli
+from rbln_sim import activation, cli, symbols
 import rbln_sim
 
 pytestmark = pytest.mark.sim
@@ -130,14 +131,62 @@ def test_exec_runs_the_command(rbln_sim_environment: dict[str, str]) -> None:
     assert done.stdout == "['-c', '--', '-x']\n"
 
 
+def test_exec_takes_the_place_of_the_command(
+    rbln_sim_environment: dict[str, str],
+) -> None:
+    """So that signals reach it and its end is told as it is."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rbln_sim.cli", "exec", "--"]
+        + ["sh", "-c", "echo $$; exec sleep 60"],
+        env=rbln_sim_environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert int(process.stdout.readline()) == process.pid
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == -signal.SIGTERM
+    process.stdout.close()
+
+
 @pytest.mark.parametrize(
-    ("words", "code"), [([], 2), (["--"], 2), (["--", "/no/such/program"], 127)]
+    ("words", "code"),
+    [
+        ([], 2),
+        (["--"], 2),
+        (["--", "/no/such/program"], 127),
+        (["--", "/"], 126),
+    ],
 )
 def test_exec_says_what_is_wrong(
     words: list[str], code: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["exec", *words]) == code
-    assert "rbln-sim exec: " in "".join(capfd.readouterr())
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "rbln-sim exec: " in err
+
+
+def test_doctor_fails_on_a_library_that_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = {"_ZN4rbln9rbln_freeEm", "rbln_abi_current"}
+    exported = symbols.exported()
+    monkeypatch.setattr(symbols, "exported", lambda: exported - missing)
+    assert cli.main(["doctor"]) == 1
+    assert capsys.readouterr().out.endswith(
+        "  missing: _ZN4rbln9rbln_freeEm\n"
+        "  looked up by torch-rbln, but not exported: rbln_abi_current\n"
+        "FAILED\n"
+    )
+
+
+def test_doctor_fails_without_torch_rbln(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(symbols.importlib.util, "find_spec", lambda name: None)
+    assert cli.main(["doctor"]) == 1
+    assert "torch-rbln is not installed" in capsys.readouterr().err
 
 
 def test_doctor_is_content(rbln_sim_environment: dict[str, str]) -> None:

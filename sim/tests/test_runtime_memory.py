@@ -164,6 +164,10 @@ def test_a_device_copy_of_a_host_latest_tensor_is_told() -> None:
     with torch.rbln.explain() as region:
         target.copy_(source)
     assert _residency(region) == (0, 0, 1, 1)
+    told = region.dump()["runtime_residency"]
+    wanted = {"count": 1, "bytes": 200}
+    assert told["reject"]["user_actionable"] == {"src_not_on_device": wanted}
+    assert told["by_reason"]["src_not_on_device"] == wanted
     assert not region.verdict()["clean"]
     assert _same_bytes(target, source)
 

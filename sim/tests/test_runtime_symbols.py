@@ -3,6 +3,8 @@
 
 # Standard
 from pathlib import Path
+import ctypes
+import fnmatch
 import re
 
 # Third Party
@@ -38,6 +40,39 @@ def test_every_needed_symbol_is_in_the_table(needed: frozenset[str]) -> None:
     assert symbol_problems(symbols.exported(), needed) == []
     used = {symbols.behaviour_of(name) for name in needed | symbols.LOOKED_UP}
     assert used == set(symbols.BEHAVIOURS)
+
+
+def test_what_is_unsupported_fails_with_its_own_name(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    library = ctypes.CDLL(str(library_path()))
+    unsupported = [
+        name
+        for name in sorted(symbols.exported() - CONTROL)
+        if (entry := symbols.behaviour_of(name)) and entry.status == "unsupported"
+    ]
+    assert len(unsupported) == 14
+    for name in unsupported:
+        # None of them looks at its arguments, but the one that wants a true.
+        assert library[name](*[ctypes.c_uint64(1)] * 7) != 0, name
+        line = capfd.readouterr().err
+        assert f"{symbols.base_name(name)}: " in line, name
+        assert "not simulated" in line, name
+
+
+def test_readme_and_library_are_compared_by_whole_names() -> None:
+    """A pattern of the table covers exports only, and no export has two entries."""
+    exports = {symbols.base_name(name) for name in symbols.exported() - CONTROL}
+    for entry in symbols.BEHAVIOURS:
+        for pattern in entry.names:
+            assert fnmatch.filter(exports, pattern), f"nothing is named {pattern}"
+    for name in exports:
+        entries = [
+            entry
+            for entry in symbols.BEHAVIOURS
+            if any(fnmatch.fnmatchcase(name, pattern) for pattern in entry.names)
+        ]
+        assert len(entries) == 1, name
 
 
 def test_problems_are_named() -> None:

@@ -28,6 +28,7 @@ def line(kind: str, begin: float, end: float, **more: Any) -> dict[str, Any]:
         "descriptors": 0,
         "device": 0,
         "stream": None,
+        "via": "link" if kind in trace.COPIES else None,
         "begin": int(begin * MS),
         "end": int(end * MS),
     }
@@ -54,6 +55,20 @@ def test_totals_count_time_once_where_copies_overlap(tmp_path: Path) -> None:
     assert sums["d2h"] == trace.Total(2, 16 << 20, 8, 8 * MS)
     assert sums["h2d"] == trace.Total(1, 4096, 1, MS)
     assert list(sums) == ["d2h", "h2d", "wait"]
+
+
+def test_what_did_not_take_the_link_is_summed_up_apart(tmp_path: Path) -> None:
+    lines = [
+        *LINES,
+        line("h2d", 10, 11, bytes=64, descriptors=1, via="hidden"),
+        line("h2d", 11, 12, bytes=32, descriptors=1, via="host"),
+    ]
+    operations = trace.read(written(tmp_path / "t", lines))
+    sums = trace.totals(operations)
+    assert list(sums) == ["d2h", "h2d", "h2d hidden", "h2d host", "wait"]
+    assert sums["h2d"] == trace.Total(1, 4096, 1, MS)
+    assert sums["h2d hidden"].bytes == 64
+    assert "\nh2d hidden " in trace.report(operations)
 
 
 def test_the_host_works_between_its_operations(tmp_path: Path) -> None:
@@ -99,7 +114,16 @@ def test_the_command_prints_and_draws(tmp_path: Path) -> None:
         ("not json\n", "t:1"),
         (json.dumps(LINES[0]) + '\n{"pid": 1}\n', "t:2"),
         (json.dumps(LINES[0] | {"kind": "teleport"}) + "\n", "teleport"),
-        (json.dumps(LINES[0] | {"end": -1}) + "\n", "times"),
+        (json.dumps(LINES[0] | {"begin": 5, "end": 1}) + "\n", "times"),
+        (json.dumps(LINES[0] | {"via": "post"}) + "\n", "t:1: not an operation"),
+        (json.dumps(LINES[3] | {"via": "link"}) + "\n", "a wait does not go via"),
+        (json.dumps(LINES[0] | {"bytes": "x"}) + "\n", "a number is missing"),
+        (json.dumps(LINES[0] | {"begin": None}) + "\n", "a number is missing"),
+        (json.dumps(LINES[0] | {"device": 1.5}) + "\n", "a number is missing"),
+        (json.dumps(LINES[0]) + "\n" + json.dumps(LINES[1])[:40], "t:2"),
+        ("[1]\n", "t:1"),
+        ("5\n", "t:1"),
+        ("\n", "t:1"),
         ("", "has no operations"),
     ],
 )
@@ -133,6 +157,79 @@ assert_same_bytes(got, chunks)
 """
 
 
+GRAPH = """
+import torch
+from rebel.core.torch_compile import rbln_backend
+
+def double(x):
+    return x * 2
+
+double = torch.compile(double, backend="rbln", dynamic=False, fullgraph=True)
+bound = torch.empty(256, dtype=torch.float16, device="rbln")
+torch.rbln.bind_device_memory(bound)
+bound.copy_(torch.ones(256, dtype=torch.float16))
+pinned = torch.full((256,), 3, dtype=torch.float16, pin_memory=True)
+double(bound)  # compiles
+lazy = torch.ones(256, dtype=torch.float16).to("rbln")
+open(__import__("os").environ["RBLN_SIM_TRACE"], "w").close()
+
+bound.copy_(pinned, non_blocking=True)
+assert double(bound)[0].item() == 6
+assert double(lazy)[255].item() == 2
+"""
+
+
+@pytest.mark.sim
+def test_graphs_are_traced_and_uploads_inside_them_are_hidden(
+    rbln_sim_run: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    done = rbln_sim_run(GRAPH, RBLN_SIM_TRACE=str(path))
+    assert done.returncode == 0, done.stderr
+    operations = trace.read(path)
+    graphs = [o for o in operations if o.kind == "graph"]
+    assert len(graphs) == 2
+    assert all(o.stream is None and o.device == 0 for o in graphs)
+    # The asynchronous copy into the first graph's input ends before the graph begins.
+    [asynchronous] = [o for o in operations if o.stream is not None]
+    assert asynchronous.kind == "h2d" and asynchronous.bytes == 512
+    assert asynchronous.end <= graphs[0].begin
+    # The second graph's input waited on the host and is brought down inside the graph.
+    [hidden] = [o for o in operations if o.kind == "h2d" and o.via == trace.HIDDEN]
+    assert hidden.bytes == 512
+    assert graphs[1].begin <= hidden.begin <= hidden.end <= graphs[1].end
+    assert {o.thread for o in graphs} == {hidden.thread}
+
+
+@pytest.mark.sim
+def test_loans_are_traced_as_hidden_copies(rbln_sim_run: Any, tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    code = """
+    import torch
+    cache = torch.zeros(256, device="rbln")
+    torch.rbln.bind_device_memory(cache)
+    cache.add_(1)  # no device kernel: torch-rbln borrows the bytes
+    print(cache.cpu().sum().item())
+    """
+    done = rbln_sim_run(code, RBLN_SIM_TRACE=str(path))
+    assert done.stdout == "256.0\n", done.stderr
+    assert [(o.label, o.bytes) for o in trace.read(path)] == [
+        ("d2h hidden", 1024),
+        ("h2d hidden", 1024),
+        ("d2h", 1024),
+    ]
+
+
+@pytest.mark.sim
+def test_a_trace_that_cannot_be_written_is_named(
+    rbln_sim_run: Any, tmp_path: Path
+) -> None:
+    code = "import torch; torch.ones(4).to('rbln')"
+    done = rbln_sim_run(code, RBLN_SIM_TRACE=str(tmp_path))
+    assert done.returncode != 0
+    assert f"cannot open RBLN_SIM_TRACE='{tmp_path}': Is a directory" in done.stderr
+
+
 @pytest.mark.sim
 def test_a_transfer_of_the_backend_is_traced(
     rbln_sim_run: Any, rbln_sim_environment: dict[str, str], tmp_path: Path
@@ -153,7 +250,10 @@ def test_a_transfer_of_the_backend_is_traced(
     assert sum(copy.descriptors for copy in copies) == 2 * 2
     assert {copy.device for copy in copies} == {0}
     # Each layer was uploaded whole before, and something waited for the copies.
-    assert [o.bytes for o in operations if o.kind == "h2d"] == [1280, 1280]
+    assert [(o.bytes, o.via) for o in operations if o.kind == "h2d"] == [
+        (1280, "link"),
+        (1280, "link"),
+    ]
     assert any(o.kind == "wait" for o in operations)
     assert trace.main([str(path)]) == 0
     assert Path(f"{path}.png").read_bytes().startswith(b"\x89PNG")

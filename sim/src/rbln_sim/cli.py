@@ -13,7 +13,10 @@ from rbln_sim.doctor import diagnose
 
 def _execute(command: list[str]) -> int:
     if not command:
-        print("rbln-sim exec: no command given; usage: rbln-sim exec -- COMMAND")
+        print(
+            "rbln-sim exec: no command given; usage: rbln-sim exec -- COMMAND",
+            file=sys.stderr,
+        )
         return 2
     child_environment = environment()
     check_settings()
@@ -23,7 +26,7 @@ def _execute(command: list[str]) -> int:
         print(
             f"rbln-sim exec: cannot run {command[0]}: {error.strerror}", file=sys.stderr
         )
-        return 127
+        return 127 if isinstance(error, FileNotFoundError) else 126
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -33,7 +36,9 @@ def main(arguments: list[str] | None = None) -> int:
         arguments: Arguments after the program's name; this process's by default.
 
     Returns:
-        The exit code: 0, 1 if a check failed, 2 for wrong use.
+        The exit code: 0, 1 if a check failed, 2 for wrong use, 126 or 127 if the
+        command cannot be run or was not found. A command that runs takes the place of
+        this process, so its signals and its exit code are its own.
     """
     parser = argparse.ArgumentParser(
         prog="rbln-sim", description="A simulated NPU for torch-rbln and vllm-rbln."

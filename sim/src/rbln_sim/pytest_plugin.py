@@ -120,7 +120,9 @@ def read_opens(log: Path) -> list[Open]:
     """
     if not log.exists():
         return []
-    return [Open(**json.loads(line)) for line in log.read_text().splitlines()]
+    # A command line is any bytes, and is cut where it is long.
+    text = log.read_text(encoding="utf-8", errors="replace")
+    return [Open(**json.loads(line)) for line in text.split("\n") if line]
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -55,7 +55,15 @@ BEHAVIOURS: tuple[Behaviour, ...] = (
         "(assumed), 4 chiplets as vllm-rbln wants for RBLN-CR03",
     ),
     Behaviour(
-        ("rbln_get_memory_stats*", "rbln_reset_*_memory_stats", "Get*"),
+        (
+            "rbln_get_memory_stats*",
+            "rbln_reset_*_memory_stats",
+            "GetA*",
+            "GetCached*",
+            "GetMemoryStats",
+            "GetNum*",
+            "GetReserved*",
+        ),
         ASSUMED,
         "layout known from torch-rbln; an allocation is spread evenly over all "
         "chiplets, in pieces of 4 KiB",
@@ -93,7 +101,8 @@ BEHAVIOURS: tuple[Behaviour, ...] = (
     Behaviour(
         ("rbln_memcpy_h2v", "rbln_memcpy_v2h", "rbln_memcpy_v2v"),
         KNOWN,
-        "torch-rbln's public runtime header; order behind the current stream",
+        "torch-rbln's public runtime header; order behind the current stream; between "
+        "two data types a device copy goes through the host (assumed)",
     ),
     Behaviour(
         ("rbln_memcpy_*_async",),
@@ -104,7 +113,8 @@ BEHAVIOURS: tuple[Behaviour, ...] = (
         ("rbln_memcpy_*_multi",),
         ASSUMED,
         "synchronous; overlapping destinations are refused, which the real runtime "
-        "leaves to the caller; no limit on the number of entries",
+        "leaves to the caller; no limit on the number of entries; in deferred mode in "
+        "any order, by seed",
     ),
     Behaviour(
         (
@@ -129,7 +139,8 @@ BEHAVIOURS: tuple[Behaviour, ...] = (
     Behaviour(
         ("rbln_prof_*",),
         KNOWN,
-        "axes of torch-rbln's `profiler.py`; only `src_not_on_device` is ever rejected "
+        "axes of torch-rbln's `profiler.py`; of the rejects only `src_not_on_device` "
+        "and `dtype_mismatch` occur, of the hidden bounces all but `src_synced` "
         "(assumed)",
     ),
     Behaviour(

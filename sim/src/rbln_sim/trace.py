@@ -6,11 +6,13 @@ operation to FILE. ``python -m rbln_sim.trace FILE`` prints what was copied and 
 the copies of each stream against the work of the host::
 
     {"pid": 71, "thread": 71, "kind": "d2h", "bytes": 4096, "descriptors": 1,
-     "device": 0, "stream": 2, "begin": 1200, "end": 1950}
+     "device": 0, "stream": 2, "via": "link", "begin": 1200, "end": 1950}
 
 Times are nanoseconds of the machine's monotonic clock. ``stream`` is null for what runs
 in the calling thread: synchronous copies, graphs and waits. ``thread`` is the thread
-that called.
+that called. ``via`` tells how a copy went: ``link``; ``host`` if it was served from
+host memory and nothing crossed; ``hidden`` if residency made it inside a call that
+asked for none. It is null for graphs and waits.
 """
 
 # Future
@@ -28,6 +30,8 @@ from pathlib import Path
 #: Kinds that move bytes, and kinds during which the host waits or computes.
 COPIES = ("d2h", "h2d", "d2d")
 KINDS = (*COPIES, "graph", "wait")
+#: Ways of a copy.
+LINK, HOST, HIDDEN = "link", "host", "hidden"
 
 _COLOURS = {
     "d2h": "tab:blue",
@@ -50,8 +54,33 @@ class Operation:
     descriptors: int
     device: int
     stream: int | None
+    via: str | None
     begin: int
     end: int
+
+    def __post_init__(self) -> None:
+        """Raise ValueError if it is none that the simulator writes."""
+        whole = (self.pid, self.thread, self.bytes, self.descriptors, self.device)
+        whole = (
+            *whole,
+            self.begin,
+            self.end,
+            0 if self.stream is None else self.stream,
+        )
+        if not all(type(number) is int and number >= 0 for number in whole):
+            raise ValueError("a number is missing or negative")
+        if self.kind not in KINDS:
+            raise ValueError(f"there is no kind {self.kind!r}")
+        ways = (LINK, HOST, HIDDEN) if self.kind in COPIES else (None,)
+        if self.via not in ways:
+            raise ValueError(f"a {self.kind} does not go via {self.via!r}")
+        if self.end < self.begin:
+            raise ValueError("its times are wrong: it ends before it begins")
+
+    @property
+    def label(self) -> str:
+        """The kind, and the way of a copy that did not take the link as asked for."""
+        return self.kind if self.via in (LINK, None) else f"{self.kind} {self.via}"
 
     @property
     def row(self) -> tuple[str, int, int]:
@@ -91,12 +120,11 @@ def read(path: Path) -> list[Operation]:
         ValueError: A line is not an operation; the message has its number.
     """
     operations = []
-    with path.open(encoding="utf-8") as lines:
+    # Bytes that are no text end in the error of their line.
+    with path.open(encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, 1):
             try:
                 operation = Operation(**json.loads(line))
-                if operation.kind not in KINDS or operation.end < operation.begin:
-                    raise ValueError(f"kind {operation.kind!r} or times are wrong")
             except (TypeError, ValueError) as error:
                 raise ValueError(
                     f"{path}:{number}: not an operation of a trace: {error}"
@@ -162,30 +190,32 @@ def host_work(operations: Sequence[Operation]) -> list[tuple[int, int]]:
 
 
 def totals(operations: Sequence[Operation]) -> dict[str, Total]:
-    """Sum up a trace, by kind."""
-    sums = {}
-    for kind in KINDS:
-        chosen = [operation for operation in operations if operation.kind == kind]
-        if chosen:
-            sums[kind] = Total(
-                operations=len(chosen),
-                bytes=sum(operation.bytes for operation in chosen),
-                descriptors=sum(operation.descriptors for operation in chosen),
-                busy_ns=length(covered((o.begin, o.end) for o in chosen)),
-            )
-    return sums
+    """Sum up a trace, by label."""
+    chosen: dict[str, list[Operation]] = defaultdict(list)
+    for operation in operations:
+        chosen[operation.label].append(operation)
+    in_order = sorted(chosen, key=lambda label: (KINDS.index(label.split()[0]), label))
+    return {
+        label: Total(
+            operations=len(chosen[label]),
+            bytes=sum(operation.bytes for operation in chosen[label]),
+            descriptors=sum(operation.descriptors for operation in chosen[label]),
+            busy_ns=length(covered((o.begin, o.end) for o in chosen[label])),
+        )
+        for label in in_order
+    }
 
 
 def report(operations: Sequence[Operation]) -> str:
     """Return a table of totals and how much of the copying the host worked through."""
     lines = [
-        f"{'kind':6} {'operations':>10} {'descriptors':>11} {'MiB':>10} "
+        f"{'kind':10} {'operations':>10} {'descriptors':>11} {'MiB':>10} "
         f"{'busy ms':>9} {'GB/s':>7}"
     ]
     for kind, total in totals(operations).items():
         speed = f"{total.bytes / total.busy_ns:.2f}" if total.busy_ns else "-"
         lines.append(
-            f"{kind:6} {total.operations:>10,} {total.descriptors:>11,} "
+            f"{kind:10} {total.operations:>10,} {total.descriptors:>11,} "
             f"{total.bytes / 2**20:>10,.2f} {total.busy_ns / 1e6:>9,.2f} {speed:>7}"
         )
     copying = covered((o.begin, o.end) for o in operations if o.stream is not None)

@@ -174,7 +174,7 @@ TEST(the_source_is_where_the_newest_bytes_are) {
 TEST(borrowed_host_bytes_are_the_allocation_itself) {
   const auto allocation = make();
   allocation->write(0, kSize, pattern().data());
-  const Span lent = allocation->borrow(10, 5, false);
+  const Span lent = allocation->borrow(10, 5, false).span;
   CHECK_EQ(std::string(lent.bytes, 5), pattern().substr(10, 5));
   std::memcpy(lent.bytes, "hello", 5);
   allocation->take_back(10, 5, lent);
@@ -189,7 +189,7 @@ TEST(borrowed_device_bytes_cross_and_come_back) {
     const auto allocation = make();
     if (bound) allocation->bind();
     std::memcpy(allocation->device_target(0, 0).bytes, pattern().data(), kSize);
-    const Span lent = allocation->borrow(10, 5, false);
+    const Span lent = allocation->borrow(10, 5, false).span;
     CHECK_EQ(std::string(lent.bytes, 5), pattern().substr(10, 5));
     check_syncs(1, 5, 0, 0);
     std::memcpy(lent.bytes, "hello", 5);
@@ -199,17 +199,43 @@ TEST(borrowed_device_bytes_cross_and_come_back) {
   }
 }
 
+TEST(what_crosses_is_told) {
+  const auto allocation = make();
+  char byte = 'x';
+  CHECK(!allocation->write(0, 1, &byte));
+  CHECK(!allocation->read(0, 1, &byte));
+  CHECK(!allocation->borrow(0, 1, false).crossed);
+  CHECK(!allocation->take_back(0, 1, allocation->borrow(0, 1, false).span));
+  allocation->bind();
+  CHECK(allocation->write(0, 1, &byte));
+  CHECK(allocation->read(0, 1, &byte));
+  const Allocation::Loan loan = allocation->borrow(0, 1, false);
+  CHECK(loan.crossed);
+  CHECK(allocation->take_back(0, 1, loan.span));
+}
+
+TEST(nothing_may_be_borrowed) {
+  for (const bool bound : {false, true}) {
+    const auto allocation = make();
+    if (bound) allocation->bind();
+    const Span lent = allocation->borrow(3, 0, false).span;
+    CHECK(lent.bytes != nullptr);
+    allocation->take_back(3, 0, lent);
+    CHECK_EQ(read_all(*allocation), std::string(kSize, '\0'));
+  }
+}
+
 TEST(bytes_to_be_overwritten_do_not_cross) {
   const auto allocation = make();
   allocation->bind();
-  allocation->borrow(0, kSize, true);
+  CHECK(!allocation->borrow(0, kSize, true).crossed);
   check_syncs(0, 0, 0, 0);
 }
 
 TEST(a_borrower_loses_no_write_to_another_part) {
   const auto allocation = make();
   const Span device_bytes = allocation->device_target(0, 0);
-  const Span lent = allocation->borrow(0, 100, false);
+  const Span lent = allocation->borrow(0, 100, false).span;
   device_bytes.bytes[200] = 'x';  // a stream writes elsewhere meanwhile
   std::memset(lent.bytes, 'y', 100);
   allocation->take_back(0, 100, lent);
@@ -220,7 +246,7 @@ TEST(a_borrower_loses_no_write_to_another_part) {
 
 TEST(a_borrower_may_return_after_the_bytes_went_to_the_device) {
   const auto allocation = make();
-  const Span lent = allocation->borrow(0, 3, false);
+  const Span lent = allocation->borrow(0, 3, false).span;
   allocation->bind();
   std::memcpy(lent.bytes, "abc", 3);
   allocation->take_back(0, 3, lent);

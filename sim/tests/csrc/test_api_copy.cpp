@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <fstream>
+
 #include "abi.h"
+#include "clock.h"
 #include "counters.h"
 #include "harness.h"
 
@@ -242,6 +245,113 @@ TEST(a_batch_of_host_bytes_is_served_on_the_host) {
   CHECK_EQ(read(b, 9), std::string("xxxxxxxx") + '\0');
   CHECK_EQ(counters().hidden[0].count.load(), 2u);
   CHECK_EQ(counters().reject[1].count.load(), 2u);
+}
+
+TEST(a_copy_without_room_for_its_handle_moves_nothing) {
+  const uint64_t vaddr = make_bound();
+  std::string host(kSize, 'h');
+  CHECK_FAILS(kInvalid, "null",
+              rbln_memcpy_h2v_async(address(host.data()), vaddr, kSize, nullptr));
+  CHECK_FAILS(kInvalid, "null",
+              rbln_memcpy_v2h_async(vaddr, address(host.data()), kSize, nullptr));
+  CHECK_FAILS(kInvalid, "null", rbln_memcpy_v2v_async(vaddr, vaddr, 1, nullptr));
+  CHECK_EQ(read(vaddr), std::string(kSize, '\0'));
+  CHECK_EQ(host, std::string(kSize, 'h'));
+}
+
+TEST(a_device_copy_between_data_types_goes_through_the_host_and_is_told) {
+  for (const bool bound : {false, true}) {
+    for (auto* tally : {&counters().hidden[1], &counters().reject[4],
+                        &counters().sync_d2h, &counters().sync_h2d}) {
+      tally->reset();
+    }
+    const uint64_t a = make_bound(), b = bound ? make_bound() : make_lazy();
+    write(a, std::string(kSize, 'x'));
+    rbln_set_memory_info(a, DataType::BFloat16, DataType::BFloat16, {kSize / 2});
+    CHECK_EQ(rbln_memcpy_v2v(a, b, 8), kSuccess);  // of no type yet: any will do
+    CHECK_EQ(counters().reject[4].count.load(), 0u);
+    if (!bound) rbln_mark_zeros(b);
+    rbln_set_memory_info(b, DataType::Int8, DataType::Int8, {kSize});
+    counters().sync_h2d.reset();
+    uint64_t handle = 42;
+    CHECK_EQ(rbln_memcpy_v2v_async(a, b, kSize, &handle), kSuccess);
+    CHECK_EQ(handle, 0u);
+    CHECK_EQ(counters().hidden[0].count.load(), 0u);
+    CHECK_EQ(counters().hidden[1].bytes.load(), kSize);
+    CHECK_EQ(counters().reject[4].bytes.load(), kSize);
+    CHECK_EQ(counters().sync_d2h.bytes.load(), kSize);
+    CHECK_EQ(counters().sync_h2d.bytes.load(), bound ? kSize : 0);
+    CHECK_EQ(read(b), std::string(kSize, 'x'));
+    rbln_set_memory_info(b, DataType::BFloat16, DataType::BFloat16, {kSize / 2});
+    CHECK_EQ(rbln_memcpy_v2v(a, b, kSize), kSuccess);
+    CHECK_EQ(counters().reject[4].count.load(), 1u);
+  }
+}
+
+TEST(the_trace_tells_what_crossed_and_what_was_hidden) {
+  const std::string path = std::string(getenv("RBLN_SIM_STATE_DIR")) + ".trace";
+  setenv("RBLN_SIM_TRACE", path.c_str(), 1);
+  const uint64_t a = make_lazy(), b = make_bound();
+  write(a, std::string(kSize, 'x'));    // waits on the host
+  rbln_memcpy_v2v(a, b, 8);             // served by the host, which sends it down
+  rbln_set_raw_memory_alloc(a, kSize);  // brings all of it down
+  rbln_memcpy_v2v(a, b, kSize);
+  uint64_t host, id;
+  rbln_v_borrow_host_ptr(b, 4, host, id);  // brings up what is lent
+  rbln_v_return_borrowed(id, true);        // and down again
+  read(b, 5);
+  std::vector<std::string> got;
+  std::ifstream file(path);
+  for (std::string line; std::getline(file, line);) {
+    const auto part = [&](const char* name) {
+      const size_t at = line.find(name) + std::strlen(name);
+      return line.substr(at, line.find_first_of(",}", at) - at);
+    };
+    got.push_back(part("\"kind\": ") + part("\"bytes\": ") + part("\"via\": "));
+  }
+  const std::string all = std::to_string(kSize);
+  const std::vector<std::string> want = {
+      "\"h2d\"" + all + "\"host\"", "\"h2d\"8\"hidden\"",
+      "\"d2d\"8\"host\"",           "\"h2d\"" + all + "\"hidden\"",
+      "\"d2d\"" + all + "\"link\"", "\"d2h\"4\"hidden\"",
+      "\"h2d\"4\"hidden\"",         "\"d2h\"5\"link\""};
+  CHECK(got == want);
+}
+
+TEST(what_the_host_serves_costs_nothing_and_what_is_hidden_does) {
+  setenv("RBLN_SIM_SUBMIT_US", "30000", 1);
+  const auto took = [](const std::function<void()>& call) {
+    const int64_t begin = rbln_sim::now_ns();
+    call();
+    return (rbln_sim::now_ns() - begin) / 30'000'000;
+  };
+  const uint64_t vaddr = make_lazy();
+  int64_t fastest = INT64_MAX;
+  for (int i = 0; i < 10; ++i) {
+    fastest = std::min(fastest, took([&] { write(vaddr, "text"); }));
+  }
+  CHECK_EQ(fastest, 0);
+  CHECK(took([&] { rbln_set_raw_memory_alloc(vaddr, kSize); }) >= 1);
+  uint64_t host, id;
+  CHECK(took([&] { rbln_v_borrow_host_ptr(vaddr, 4, host, id); }) >= 1);
+  CHECK(took([&] { rbln_v_return_borrowed(id, true); }) >= 1);
+}
+
+TEST(a_batch_has_no_order_in_deferred_mode) {
+  setenv("RBLN_SIM_DEFERRED", "1", 1);
+  // Each entry reads what the one before it writes: only in order is a byte carried on.
+  constexpr uint64_t kEntries = 64;
+  const uint64_t vaddr = make_bound();
+  std::vector<CopyEntry> entries;
+  for (uint64_t i = 0; i < kEntries; ++i)
+    entries.push_back({vaddr + i, vaddr + i + 1, 1});
+  int in_order = 0;
+  for (int i = 0; i < 10; ++i) {
+    write(vaddr, "x" + std::string(kEntries, '.'));
+    CHECK_EQ(rbln_memcpy_v2v_multi(entries), kSuccess);
+    in_order += read(vaddr + kEntries, 1) == "x";
+  }
+  CHECK_EQ(in_order, 0);
 }
 
 HARNESS_MAIN()

@@ -65,6 +65,11 @@ TEST(registering_opens) {
               rbln_register_device_id(1, impossible, 1));
   CHECK_FAILS(kInvalid, "rbln_register_device_id",
               rbln_register_device_id(-1, npus, 1));
+  CHECK_FAILS(kInvalid, "the list of NPUs is null",
+              rbln_register_device_id(1, nullptr, 1));
+  // Refused before the list, which is shorter, is read.
+  CHECK_FAILS(kInvalid, "of 2147483647 NPUs; 2 visible",
+              rbln_register_device_id(1, npus, 2147483647));
 }
 
 TEST(usage_moves) {

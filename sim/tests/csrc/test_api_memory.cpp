@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <atomic>
+#include <thread>
+
 #include "abi.h"
 #include "harness.h"
 
@@ -177,6 +180,59 @@ TEST(a_forked_child_of_an_owner_is_refused) {
            }),
            0);
   CHECK_EQ(rbln_free(vaddr), kSuccess);
+}
+
+TEST(impossible_sizes_are_refused) {
+  uint64_t vaddr = 42;
+  for (const uint64_t size :
+       {uint64_t{0}, UINT64_MAX, UINT64_MAX / 2, uint64_t{1} << 42}) {
+    CHECK_EQ(rbln_malloc_lazy(0, size, vaddr) == kSuccess, false);
+    CHECK_EQ(rbln_malloc_eager(0, size, vaddr) == kSuccess, false);
+  }
+  CHECK_EQ(vaddr, 42u);
+  CHECK_EQ(used(), 0u);
+}
+
+TEST(of_threads_that_free_at_once_one_does) {
+  for (int round = 0; round < 50; ++round) {
+    const uint64_t vaddr = make_lazy();
+    std::atomic<int> freed{0};
+    std::vector<std::thread> threads;
+    for (int t = 0; t < 4; ++t) {
+      threads.emplace_back([&] { freed += rbln_free(vaddr) == kSuccess; });
+    }
+    for (std::thread& thread : threads) thread.join();
+    CHECK_EQ(freed.load(), 1);
+  }
+}
+
+TEST(freeing_while_threads_copy_is_safe) {
+  const std::string text(kSize, 'x');
+  for (int round = 0; round < 20; ++round) {
+    uint64_t vaddr;
+    CHECK_EQ(rbln_malloc_eager(0, kSize, vaddr), kSuccess);
+    CHECK_EQ(rbln_memcpy_h2v(reinterpret_cast<uint64_t>(text.data()), vaddr, kSize),
+             kSuccess);
+    std::atomic<int> wrong{0}, copied{0};
+    std::vector<std::thread> threads;
+    for (int t = 0; t < 4; ++t) {
+      threads.emplace_back([&] {
+        std::string got(kSize, '?');
+        uint64_t handle;
+        // Until the address is stale.
+        while (rbln_memcpy_v2h_async(vaddr, reinterpret_cast<uint64_t>(got.data()),
+                                     kSize, &handle) == kSuccess) {
+          wrong += rbln_stream_synchronize(0) != kSuccess || got != text;
+          ++copied;
+        }
+      });
+    }
+    while (copied < 8) std::this_thread::yield();
+    CHECK_EQ(rbln_free(vaddr), kSuccess);
+    for (std::thread& thread : threads) thread.join();
+    CHECK_EQ(wrong.load(), 0);
+    CHECK_EQ(used(), 0u);
+  }
 }
 
 HARNESS_MAIN()

@@ -80,17 +80,33 @@ TEST(deferred_copies_are_done_after_each_kind_of_wait) {
   }
 }
 
-TEST(another_stream_waits_for_an_event) {
+TEST(a_stream_of_any_device_waits_for_an_event) {
   setenv("RBLN_SIM_DEFERRED", "1", 1);
-  const uint64_t first = make_stream(), second = make_stream(), event = make_event();
-  Copy copy;
-  rbln_set_current_stream(0, first);
-  copy.start();
-  CHECK_EQ(rbln_event_record(event, first), kSuccess);
-  CHECK_EQ(rbln_stream_wait_event(second, event), kSuccess);
-  CHECK_EQ(rbln_event_destroy(event), kSuccess);
-  CHECK_EQ(rbln_stream_synchronize(second), kSuccess);
-  copy.check_done();
+  for (const uint32_t device : {0u, 1u}) {
+    const uint64_t first = make_stream(), event = make_event();
+    uint64_t second = 0;
+    CHECK_EQ(rbln_stream_create(device, &second), kSuccess);
+    Copy copy;
+    rbln_set_current_stream(0, first);
+    copy.start();
+    CHECK_EQ(rbln_event_record(event, first), kSuccess);
+    CHECK_EQ(rbln_stream_wait_event(second, event), kSuccess);
+    CHECK_EQ(rbln_event_destroy(event), kSuccess);
+    CHECK_EQ(rbln_stream_synchronize(second), kSuccess);
+    copy.check_done();
+  }
+}
+
+TEST(streams_and_events_of_another_device_are_told_apart) {
+  uint64_t other_stream = 0, other_event = 0;
+  CHECK_EQ(rbln_stream_create(1, &other_stream), kSuccess);
+  CHECK_EQ(rbln_event_create(1, &other_event), kSuccess);
+  CHECK_FAILS(kInvalid, "is of rbln:1, not of rbln:0",
+              rbln_set_current_stream(0, other_stream));
+  CHECK_FAILS(kInvalid, "the event is of rbln:0, the stream of rbln:1",
+              rbln_event_record(make_event(), other_stream));
+  CHECK_FAILS(kInvalid, "the event is of rbln:1, the stream of rbln:0",
+              rbln_event_record(other_event, 0));
 }
 
 TEST(what_does_not_exist_is_refused) {

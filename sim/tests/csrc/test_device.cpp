@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "device.h"
 
+#include <fstream>
+#include <thread>
+
 #include "harness.h"
 
 using namespace rbln_sim;
@@ -89,6 +92,22 @@ TEST(looking_opens_nothing) {
   visible_npus();
   CHECK_EQ(device_of_npu(0), nullptr);
   CHECK(!std::filesystem::exists(getenv("RBLN_SIM_STATE_DIR")));
+}
+
+TEST(threads_that_use_it_first_at_once_open_it_once) {
+  const std::string log = std::string(getenv("RBLN_SIM_STATE_DIR")) + ".log";
+  setenv("RBLN_SIM_OPEN_LOG", log.c_str(), 1);
+  std::vector<const Device*> found(8);
+  std::vector<std::thread> threads;
+  for (size_t t = 0; t < found.size(); ++t) {
+    threads.emplace_back([&found, t] { found[t] = &device(t % 2); });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (size_t t = 0; t < found.size(); ++t) CHECK_EQ(found[t], found[t % 2]);
+  std::ifstream lines(log);
+  int opens = 0;
+  for (std::string line; std::getline(lines, line);) ++opens;
+  CHECK_EQ(opens, 2);
 }
 
 HARNESS_MAIN()

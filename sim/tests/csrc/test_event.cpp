@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "event.h"
 
+#include <atomic>
 #include <future>
+#include <thread>
 
 #include "harness.h"
 
@@ -119,6 +121,33 @@ TEST(what_does_not_fit_is_refused) {
                 find_event(create_event(0))->record(create_stream(1)));
   CHECK_REFUSED("is not an event", find_event(12345));
   CHECK_REFUSED("there is no device", create_event(2));
+}
+
+TEST(threads_may_share_and_reuse_an_event) {
+  std::vector<std::shared_ptr<Stream>> all;
+  for (int i = 0; i < 4; ++i) all.push_back(create_stream(0));
+  const uint64_t shared = create_event(0);
+  std::atomic<int> ran{0};
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 4; ++t) {
+    threads.emplace_back([&, t] {
+      for (int i = 0; i < 200; ++i) {
+        const auto& stream = all[t];
+        const uint64_t own = create_event(0);
+        stream->submit([&ran] { ++ran; });
+        find_event(own)->record(stream);
+        find_event(shared)->record(stream);
+        find_event(own)->hold(*all[(t + 1) % 4]);
+        find_event(shared)->hold(*all[(t + 2) % 4]);
+        if (i % 2 == 0) find_event(shared)->synchronize();
+        find_event(shared)->done();
+        destroy_event(own);
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (const auto& stream : all) stream->wait(stream->newest());
+  CHECK_EQ(ran.load(), 800);
 }
 
 HARNESS_MAIN()

@@ -66,6 +66,8 @@ TEST(a_bad_rule_is_named_with_the_reason) {
   check_bad("fail:d2h:1+often", "'+' begins '+sticky'");
   check_bad("lost:0:5+sticky", "a lost device is lost for good");
   check_bad("lost:x:5", "'x' is not a device");
+  check_bad("lost:4294967296:5", "there is no device 4294967296");
+  check_bad("hang:d2h:1:1000001s", "'1000001s' is more than 10^12 us");
   check_bad(" fail:d2h:1", "there is no action ' fail'");
 }
 

@@ -89,6 +89,8 @@ TEST(a_device_address_is_no_host_pointer) {
                 host_pointer(base, 1));
   CHECK_REFUSED("is a device address", host_pointer(base + 4096, 1));
   CHECK_REFUSED("null", host_pointer(0, 1));
+  CHECK_REFUSED("is a device address", host_pointer(base - 8, 9));
+  CHECK_REFUSED("run past the end of all memory", host_pointer(UINT64_MAX - 7, 9));
 }
 
 HARNESS_MAIN()

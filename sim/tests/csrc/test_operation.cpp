@@ -103,4 +103,33 @@ TEST(an_operation_is_traced_with_its_times) {
   CHECK(before <= begin && begin + 1'000'000 <= end && end <= after);
 }
 
+TEST(what_does_not_cross_has_no_modelled_time) {
+  setenv("RBLN_SIM_SUBMIT_US", "1000000", 1);
+  const int64_t begin = now_ns();
+  perform({Kind::kH2D, 0, 100, 1}, [](uint64_t) { return Operation::Crossing{}; });
+  perform_hidden(Kind::kH2D, 0, 100, [] { return Operation::Crossing{}; });
+  CHECK(now_ns() - begin < 1'000'000'000);
+}
+
+TEST(only_what_crosses_has_modelled_time) {
+  setenv("RBLN_SIM_DESCRIPTOR_US", "20000", 1);
+  int64_t begin = now_ns();
+  perform({Kind::kH2D, 0, 100, 50}, [](uint64_t) { return Operation::Crossing{2, 1}; });
+  CHECK(now_ns() - begin >= 20'000'000);
+  CHECK(now_ns() - begin < 1'000'000'000);
+  begin = now_ns();
+  perform_hidden(Kind::kH2D, 0, 100, [] { return Operation::Crossing{100, 1}; });
+  CHECK(now_ns() - begin >= 20'000'000);
+}
+
+TEST(a_hidden_copy_is_neither_counted_nor_struck) {
+  setenv("RBLN_SIM_FAULTS", "fail:h2d:2,fail:any:3", 1);
+  const auto copy = [](uint64_t) {};
+  perform({Kind::kH2D, 0, 100, 1}, copy);
+  for (int i = 0; i < 3; ++i) {
+    perform_hidden(Kind::kH2D, 0, 100, [] { return Operation::Crossing{100, 1}; });
+  }
+  CHECK_REFUSED("h2d failed (fault fail:h2d:2)", perform({Kind::kH2D, 0, 1, 1}, copy));
+}
+
 HARNESS_MAIN()

@@ -2,8 +2,10 @@
 #include "owner.h"
 
 #include <signal.h>
+#include <sys/syscall.h>
 
 #include <fstream>
+#include <thread>
 
 #include "harness.h"
 
@@ -149,6 +151,43 @@ TEST(a_state_folder_of_someone_else_is_refused) {
 TEST(a_state_folder_that_cannot_be_made_is_refused) {
   setenv("RBLN_SIM_STATE_DIR", "/nonexistent/folder/deep", 1);
   CHECK_REFUSED("cannot make the folder /nonexistent/folder/deep", open_npus({0}));
+}
+
+TEST(a_lock_file_that_cannot_be_opened_is_refused) {
+  const std::string state = getenv("RBLN_SIM_STATE_DIR");
+  std::filesystem::create_directories(state + "/npu1.lock");
+  CHECK_REFUSED("cannot open " + state + "/npu1.lock", open_npus({0, 1}));
+  CHECK_REFUSED("RBLN_SIM_STATE_DIR names another folder", open_npus({1}));
+  const Holder holder({0});  // 0 was given back
+}
+
+TEST(a_fork_during_the_first_open_neither_hangs_nor_holds) {
+  for (int round = 0; round < 50; ++round) {
+    CHECK_EQ(harness::status_of_child([] {
+               alarm(20);
+               const auto open_or_refuse = [] {
+                 try {
+                   refuse_forked();
+                   open_npus({0});
+                 } catch (const Refusal&) {
+                 }
+               };
+               std::thread opener(open_or_refuse);
+               const pid_t child = fork();
+               if (child == 0) {
+                 alarm(20);
+                 open_or_refuse();
+                 // Past ThreadSanitizer, which misses the opener in this process.
+                 syscall(SYS_exit_group, 0);
+               }
+               int status = -1;
+               waitpid(child, &status, 0);
+               opener.join();
+               CHECK_EQ(status, 0);
+             }),
+             0);
+  }
+  open_npus({0});
 }
 
 HARNESS_MAIN()

@@ -68,13 +68,14 @@ TEST(a_bad_value_is_refused_by_name) {
   for (const char* value : {"x", "-1", "1.5", " 1", "1 ", "65", "+1", "0x1"}) {
     check_bad("RBLN_SIM_DEVICES", value);
   }
-  for (const char* value : {"x", "0", "-1", "nan", "inf", "1g", "1025"}) {
+  for (const char* value :
+       {"x", "0", "-1", "nan", "inf", "1g", "1025", "0x10", "1e2", " 1", "."}) {
     check_bad("RBLN_SIM_MEMORY_GIB", value);
   }
   for (const char* value : {"yes", "true", "2", "on"}) {
     check_bad("RBLN_SIM_DEFERRED", value);
   }
-  for (const char* value : {"x", "-1", "18446744073709551616"}) {
+  for (const char* value : {"x", "-1", "18446744073709551616", " 1"}) {
     check_bad("RBLN_SIM_SEED", value);
   }
   for (const char* value : {"x", "0", "-1", "nan", "58:", ":58", "1:2:3", "58GB"}) {

@@ -38,17 +38,21 @@ TEST(a_line_is_an_object) {
   const std::string path = trace_path();
   write_trace({Kind::kD2H, 71, 4096, 1, 0, 2, 1200, 1950});
   write_trace({Kind::kSync, 72, 0, 0, 1, std::nullopt, 3, 4});
+  write_trace({Kind::kH2D, 72, 1, 1, 0, std::nullopt, 5, 6, Via::kHost});
+  write_trace({Kind::kH2D, 72, 1, 1, 0, std::nullopt, 5, 6, Via::kHidden});
   const auto lines = lines_of(path);
   const std::string pid = std::to_string(getpid());
-  CHECK_EQ(lines.size(), 2u);
+  CHECK_EQ(lines.size(), 4u);
   CHECK_EQ(lines[0], "{\"pid\": " + pid +
                          ", \"thread\": 71, \"kind\": \"d2h\", \"bytes\": 4096, "
                          "\"descriptors\": 1, \"device\": 0, \"stream\": 2, "
-                         "\"begin\": 1200, \"end\": 1950}");
+                         "\"via\": \"link\", \"begin\": 1200, \"end\": 1950}");
   CHECK_EQ(lines[1], "{\"pid\": " + pid +
                          ", \"thread\": 72, \"kind\": \"wait\", \"bytes\": 0, "
                          "\"descriptors\": 0, \"device\": 1, \"stream\": null, "
-                         "\"begin\": 3, \"end\": 4}");
+                         "\"via\": null, \"begin\": 3, \"end\": 4}");
+  CHECK(lines[2].find("\"via\": \"host\", \"begin\": 5") != std::string::npos);
+  CHECK(lines[3].find("\"via\": \"hidden\", \"begin\": 5") != std::string::npos);
 }
 
 TEST(lines_of_threads_and_processes_do_not_mix) {

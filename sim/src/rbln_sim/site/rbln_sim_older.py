@@ -18,13 +18,20 @@ from collections.abc import Callable
 VARIABLE = "RBLN_SIM_WITHOUT"
 # torch knows this module as torch.rbln.
 _MODULE = "torch_rbln.device"
-# Functions of torch that take pin_memory=True.
+# Functions of torch and methods of tensors that take pin_memory=True. They are the ways
+# there from Python but torch.ops; an older release refuses C++ callers as well.
 _MAKERS = (
-    "arange", "empty", "empty_like", "empty_strided", "eye", "full", "full_like",
-    "linspace", "normal", "ones", "ones_like", "rand", "rand_like", "randint",
-    "randint_like", "randn", "randn_like", "randperm", "tensor", "zeros",
-    "zeros_like",
+    "arange", "bartlett_window", "blackman_window", "empty", "empty_like",
+    "empty_permuted", "empty_quantized", "empty_strided", "eye", "from_file", "full",
+    "full_like", "hamming_window", "hann_window", "kaiser_window", "linspace",
+    "logspace", "normal", "ones", "ones_like", "rand", "rand_like", "randint",
+    "randint_like", "randn", "randn_like", "randperm", "range", "scalar_tensor",
+    "sparse_bsc_tensor", "sparse_bsr_tensor", "sparse_compressed_tensor",
+    "sparse_coo_tensor", "sparse_csc_tensor", "sparse_csr_tensor", "tensor",
+    "tril_indices", "triu_indices", "zeros", "zeros_like",
 )  # fmt: skip
+_METHODS = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor",
+            "new_zeros")  # fmt: skip
 
 
 def features() -> frozenset[str]:
@@ -68,7 +75,10 @@ def _without_pinned() -> None:
     torch = sys.modules["torch"]
     for name in _MAKERS:
         setattr(torch, name, _unpinned(getattr(torch, name)))
-    torch.Tensor.pin_memory = lambda *_, **__: _refuse_pinned()
+    for name in _METHODS:
+        setattr(torch.Tensor, name, _unpinned(getattr(torch.Tensor, name)))
+    for owner in (torch.Tensor, torch.UntypedStorage, torch.TypedStorage):
+        owner.pin_memory = lambda *_, **__: _refuse_pinned()
 
 
 def _take_away(module: ModuleType) -> None:
