@@ -19,10 +19,13 @@ from rbln_sim.elf import dynamic_symbols
 pytestmark = pytest.mark.sim
 README = Path(symbols.__file__).parents[2] / "README.md"
 CONTROL = {
+    "rbln_sim_allocation",
     "rbln_sim_check",
+    "rbln_sim_device_opened",
     "rbln_sim_device_view",
     "rbln_sim_graph_begin",
     "rbln_sim_graph_end",
+    "rbln_sim_host_view_known",
 }
 
 
