@@ -60,14 +60,11 @@ class Operation:
 
     def __post_init__(self) -> None:
         """Raise ValueError if it is none that the simulator writes."""
-        whole = (self.pid, self.thread, self.bytes, self.descriptors, self.device)
-        whole = (
-            *whole,
-            self.begin,
-            self.end,
-            0 if self.stream is None else self.stream,
-        )
-        if not all(type(number) is int and number >= 0 for number in whole):
+        numbers = [self.pid, self.thread, self.bytes, self.descriptors, self.device]
+        numbers += [self.begin, self.end]
+        if self.stream is not None:
+            numbers.append(self.stream)
+        if not all(type(number) is int and number >= 0 for number in numbers):
             raise ValueError("a number is missing or negative")
         if self.kind not in KINDS:
             raise ValueError(f"there is no kind {self.kind!r}")
