@@ -35,6 +35,7 @@ test-serving:
 
 test-others:
 	$(MAKE) -C sim test test-asan test-tsan
+	$(MAKE) -C csrc/kv_transpose test test-asan test-tsan test-portable
 	RBLN_SIM_DEFERRED=1 $(BIN)/python -m pytest tests lmcache-rbln/tests --runtime sim -m deferred \
 	    $(PYTEST_ARGS)
 	$(BIN)/python -m pytest $(TESTS) $(SERVING_TESTS:%=--ignore=%) $(PYTEST_ARGS)
@@ -50,6 +51,7 @@ wheel: setup
 
 clean:
 	$(MAKE) -C sim clean
+	$(MAKE) -C csrc/kv_transpose clean
 	rm -rf build/wheel build/egg-info build/stage-* dist
 	rm -rf .hypothesis .mypy_cache .pytest_cache .ruff_cache
 

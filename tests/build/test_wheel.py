@@ -68,7 +68,10 @@ def test_holds_the_native_extensions_and_generated_code(
     natives = {name.split(".")[0] for name in contents if name.endswith(".so")}
 
     # LMCache's CUDA build, which an nvcc on PATH brings about, has c_ops as well.
-    assert natives == {f"lmcache/lmcache_{n}" for n in ("native", "redis", "fs")}
+    assert natives == {
+        "lmcache/kv_transpose",
+        *(f"lmcache/lmcache_{n}" for n in ("native", "redis", "fs")),
+    }
     assert f"{grpc}/engine_driven_service_pb2_grpc.py" in contents
 
 

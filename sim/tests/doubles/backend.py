@@ -19,7 +19,7 @@ from kv_reference import (
 import torch
 
 # First Party
-from lmcache.v1.platform.devices.rbln import kv_transfer
+from lmcache.v1.platform.devices.rbln import staging
 from sim.tests.doubles.bugs import Bug
 from sim.tests.doubles.scenarios import WrongBytesError
 
@@ -100,8 +100,8 @@ def backend(bug: Bug | None, seed: int) -> None:
     """Two threads store behind a forward; then blocks are restored behind another."""
     assert bug is None, "the backend makes no mistake on demand"
     # The size of the real ones hides the ring: everything here would fit one buffer.
-    assert kv_transfer.BUFFER_BYTES > BUFFER_BYTES
-    kv_transfer.BUFFER_BYTES = BUFFER_BYTES
+    assert staging.BUFFER_BYTES > BUFFER_BYTES
+    staging.BUFFER_BYTES = BUFFER_BYTES
     machine = Machine(seed)
     try:
         _store(machine, seed)

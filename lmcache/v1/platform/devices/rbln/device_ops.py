@@ -23,9 +23,10 @@ from lmcache.v1.platform.devices.rbln import kv_transfer
 from lmcache.v1.platform.devices.rbln.kv_layout import (
     KVGeometry,
     chunk_view,
-    plan_pieces,
     resolve_block_views,
 )
+from lmcache.v1.platform.devices.rbln.kv_plan import plan_pieces
+from lmcache.v1.platform.devices.rbln.ring import torch_rbln
 from lmcache.v1.platform.ops_types import PageBufferShapeDesc
 
 
@@ -106,13 +107,15 @@ class RblnDeviceOps(DeviceOps):
         else:
             _require_distinct(chunk_blocks, skip_blocks)
 
-        pieces = plan_pieces(
-            geometry,
-            block_views[0].stride(),
-            [_tokens(chunk) for chunk in chunks],
-            chunk_blocks,
-            skip_blocks,
-            kv_transfer.max_piece_elements(geometry),
+        pieces = list(
+            plan_pieces(
+                geometry,
+                block_views[0].stride(),
+                [_tokens(chunk) for chunk in chunks],
+                chunk_blocks,
+                skip_blocks,
+                kv_transfer.max_piece_elements(geometry),
+            )
         )
         move = kv_transfer.gather if gathers else kv_transfer.scatter
         # vLLM allocates its KV cache in inference mode; such tensors may only be
@@ -176,7 +179,7 @@ def _require_device(geometry: KVGeometry, device: torch.device | str) -> None:
         raise ValueError(f"{device!r} is no device; pass that of the layers") from exc
     index = wanted.index
     if index is None and wanted.type == "rbln":
-        index = kv_transfer.torch_rbln().current_device()
+        index = torch_rbln().current_device()
     if got.type != wanted.type or (got.type == "rbln" and index != got.index):
         raise ValueError(
             f"the KV layers are on {got} but the transfer is for {wanted}; pass the "

@@ -22,12 +22,14 @@ import torch
 #: Total staging memory of a process, in MiB.
 STAGING_ENV_VAR = "LMCACHE_RBLN_STAGING_MIB"
 DEFAULT_STAGING_MIB = 64
-#: Bytes of one buffer. It holds whole head-blocks of common models and stays in the
-#: second-level cache, so the host copy that follows a device copy reads from cache.
-BUFFER_BYTES = 2 << 20
-#: Buffers that one transfer uses at most: enough copies in flight to keep the copy
-#: engine busy while one buffer is transposed.
-RING_BUFFERS = 6
+#: Bytes of one buffer. A copy of it spends little of its time on its fixed cost.
+BUFFER_BYTES = 8 << 20
+#: Buffers that one transfer uses at most: one is copied while one is transposed.
+RING_BUFFERS = 2
+#: Copies that are large anyway share a buffer in parts of this many bytes. A part holds
+#: whole head-blocks of common models and stays in cache, so the host copy that follows
+#: a device copy reads from there, and it starts early.
+PART_BYTES = 2 << 20
 
 
 class StagingPool:
@@ -126,7 +128,7 @@ def staging_buffers_setting() -> int:
         ValueError: If the setting is not a whole number of MiB that fits a buffer.
     """
     raw = os.environ.get(STAGING_ENV_VAR, "").strip() or str(DEFAULT_STAGING_MIB)
-    minimum = BUFFER_BYTES >> 20
+    minimum = max(1, BUFFER_BYTES >> 20)
     if not raw.isascii() or not raw.isdigit() or int(raw) < minimum:
         raise ValueError(
             f"{STAGING_ENV_VAR}={raw!r} is not a whole number of MiB of at least "

@@ -31,7 +31,7 @@ import pytest
 import torch
 
 # First Party
-from lmcache.v1.platform.devices.rbln import kv_transfer
+from lmcache.v1.platform.devices.rbln import staging
 
 
 @st.composite
@@ -134,7 +134,7 @@ def test_head_blocks_larger_than_a_staging_buffer(
     device: str, layout: Layout, buffer_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pieces are split by plane, heads and tokens, down to a few tokens."""
-    monkeypatch.setattr(kv_transfer, "BUFFER_BYTES", buffer_bytes)
+    monkeypatch.setattr(staging, "BUFFER_BYTES", buffer_bytes)
     case = Case(layout, 2, 6, 3, 8, 16, torch.float16)
     check_both_directions(
         case, device, [5, 0, 1, 2, 4], 2, partial_tokens=3, skip_blocks=1

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 # Standard
 from collections.abc import Iterator
-from typing import Any
 from unittest.mock import MagicMock
 
 # Third Party
@@ -25,13 +24,14 @@ import pytest
 import torch
 
 # First Party
-from lmcache.v1.platform.devices.rbln import kv_transfer
+from lmcache.v1.platform.devices.rbln import device_copies, ring, staging
+from lmcache.v1.platform.devices.rbln.device_copies import Regions
 from lmcache.v1.platform.devices.rbln.staging import StagingPool
 
 pytestmark = [pytest.mark.npu, pytest.mark.deferred]
 
 CASE = Case("blocks_first", 8, 4, 4, 128, 64, torch.float16)
-BUFFERS = 4
+BUFFERS = 2
 
 
 class Failure(RuntimeError):
@@ -41,27 +41,27 @@ class Failure(RuntimeError):
 @pytest.fixture
 def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[StagingPool]:
     """A small pool, so that transfers reuse buffers and losses show."""
-    small = StagingPool(BUFFERS, kv_transfer._make_buffer)
-    monkeypatch.setattr(kv_transfer, "_process_pool", small)
+    small = StagingPool(BUFFERS, ring._make_buffer)
+    monkeypatch.setattr(ring, "_process_pool", small)
     # One layer's block a buffer: a batch per layer.
-    monkeypatch.setattr(kv_transfer, "BUFFER_BYTES", 2 * 4 * 128 * 64 * 2)
+    monkeypatch.setattr(staging, "BUFFER_BYTES", 2 * 4 * 128 * 64 * 2)
     yield small
     small.close()
 
 
 def fail_at(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """Make the device copy of the ``count``-th piece fail, after real ones."""
-    real = kv_transfer.device_slice
+    real = device_copies.Regions.of
     seen = 0
 
-    def device_slice(*arguments: Any) -> torch.Tensor:
+    def of(regions: Regions, batch: range) -> list[torch.Tensor]:
         nonlocal seen
-        seen += 1
-        if seen == count:
+        seen += len(batch)
+        if seen >= count:
             raise Failure
-        return real(*arguments)
+        return real(regions, batch)
 
-    monkeypatch.setattr(kv_transfer, "device_slice", device_slice)
+    monkeypatch.setattr(device_copies.Regions, "of", of)
 
 
 @pytest.mark.parametrize("to_chunks", [True, False])
@@ -131,17 +131,17 @@ def test_without_streams_copies_are_synchronous_and_it_is_said_once(
     monkeypatch: pytest.MonkeyPatch, layout: Layout
 ) -> None:
     warning = MagicMock()
-    monkeypatch.setattr(kv_transfer.logger, "warning", warning)
-    monkeypatch.setattr(kv_transfer, "_process_pool", None)
+    monkeypatch.setattr(ring.logger, "warning", warning)
+    monkeypatch.setattr(ring, "_process_pool", None)
     for name in ("Stream", "Event", "current_stream"):
         monkeypatch.delattr(torch.rbln, name)
-    kv_transfer._supports_async_copies.cache_clear()
+    ring.supports_async_copies.cache_clear()
     try:
         for seed in range(3):
             case = Case(layout, 3, 6)
             check_both_directions(case, "rbln:0", [4, 0, 5, 1], 2, seed=seed)
     finally:
-        kv_transfer._supports_async_copies.cache_clear()
+        ring.supports_async_copies.cache_clear()
     warning.assert_called_once()
     said = warning.call_args.args[0] % warning.call_args.args[1:]
     assert "Stream, Event, current_stream" in said

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Device memory in which small pieces are collected, and what copies cost there.
+
+The buffers are bound device memory, in a bounded pool per device and dtype like those
+of the host. A transfer uses one: its copies are in order on one stream, so the next
+pieces can't overwrite it before the host copy has read it.
+"""
+
+# Future
+from __future__ import annotations
+
+# Standard
+import atexit
+import threading
+import time
+
+# Third Party
+import torch
+
+# First Party
+from lmcache.logging import init_logger
+from lmcache.v1.platform.devices.rbln import staging
+from lmcache.v1.platform.devices.rbln.copy_costs import CopyCosts
+from lmcache.v1.platform.devices.rbln.staging import StagingPool
+
+logger = init_logger(__name__)
+
+#: Buffers of a device and dtype at most: LMCache stores with four threads.
+DEVICE_BUFFERS = 4
+
+#: Copies of one measurement, and their size in bytes: their time is fixed cost.
+_PROBES = 16
+_PROBE_BYTES = 4096
+_ROUNDS = 3
+#: Where one round takes longer, in seconds, another one is not worth it.
+_ENOUGH = 0.005
+
+_lock = threading.Lock()
+_pools: dict[tuple[torch.device, torch.dtype], StagingPool] = {}
+_measured: dict[torch.device, CopyCosts] = {}
+
+
+def device_pool(device: torch.device, dtype: torch.dtype) -> StagingPool:
+    """Return the pool of device buffers, ``BUFFER_BYTES`` each, made on demand.
+
+    Args:
+        device: Where the buffers are.
+        dtype: Their element type; torch-rbln tracks one per allocation.
+
+    Returns:
+        The pool of this process; it is closed at exit.
+    """
+
+    def make_buffer() -> torch.Tensor:
+        buffer = torch.empty(
+            staging.BUFFER_BYTES // dtype.itemsize, dtype=dtype, device=device
+        )
+        torch.rbln.bind_device_memory(buffer)  # type: ignore[attr-defined]
+        return buffer
+
+    with _lock:
+        pool = _pools.get((device, dtype))
+        if pool is None:
+            pool = _pools[device, dtype] = StagingPool(DEVICE_BUFFERS, make_buffer)
+            # Device memory goes back before torch-rbln shuts its runtime down.
+            atexit.register(pool.close)
+        return pool
+
+
+def measured_costs(
+    region: torch.Tensor, pinned: torch.Tensor, buffer: torch.Tensor
+) -> CopyCosts:
+    """Return the fixed costs of copies on the device, measured once a process.
+
+    They belong to the driver more than to the hardware, so they are not assumed. Waits
+    for the current stream.
+
+    Args:
+        region: Device memory to read, 1-D and contiguous.
+        pinned: Host staging to write, uint8.
+        buffer: Device staging to write, of the region's dtype.
+
+    Returns:
+        The costs of the region's device.
+    """
+    costs = _measured.get(region.device)
+    if costs is None:
+        source = region[: max(1, _PROBE_BYTES // region.element_size())]
+        costs = CopyCosts(
+            host_descriptor_us=_fixed_us(
+                pinned[: source.nbytes].view(source.dtype), source
+            ),
+            device_descriptor_us=_fixed_us(buffer[: source.numel()], source),
+        )
+        _measured[region.device] = costs
+        logger.info(
+            "RBLN copies on %s take %.1f us each to the host, %.1f us inside the "
+            "device; small pieces are collected in device memory where that pays",
+            region.device,
+            costs.host_descriptor_us,
+            costs.device_descriptor_us,
+        )
+    return costs
+
+
+def _fixed_us(target: torch.Tensor, source: torch.Tensor) -> float:
+    """Return the time of one small copy among several, the best of a few rounds."""
+    stream = torch.rbln.current_stream(source.device)  # type: ignore[attr-defined]
+    stream.synchronize()
+    best = float("inf")
+    for _ in range(_ROUNDS):
+        start = time.perf_counter()
+        for _ in range(_PROBES):
+            target.copy_(source, non_blocking=True)
+        stream.synchronize()
+        taken = time.perf_counter() - start
+        best = min(best, taken / _PROBES * 1e6)
+        if taken > _ENOUGH:
+            break
+    return best

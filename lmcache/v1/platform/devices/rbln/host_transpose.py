@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The head <-> token transposition on the host: natively, or by torch.
+
+``lmcache.kv_transpose`` moves a whole staging buffer per call, without the GIL. torch
+needs a call per tile and takes several times as long; it is the fallback where the
+extension can't be imported.
+"""
+
+# Future
+from __future__ import annotations
+
+# Standard
+from collections.abc import Sequence
+from functools import lru_cache
+from types import ModuleType
+from typing import Protocol
+import importlib
+import os
+
+# Third Party
+import numpy as np
+import torch
+
+# First Party
+from lmcache.logging import init_logger
+
+logger = init_logger(__name__)
+
+#: Threads of one transfer that transpose, the calling one included.
+THREADS_ENV_VAR = "LMCACHE_RBLN_TRANSPOSE_THREADS"
+#: More than this hardly helps: a few cores use all of the memory's bandwidth.
+MAX_DEFAULT_THREADS = 4
+
+#: Integer types of the same width, so that torch moves bits and not numbers.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+#: Element widths, in bytes, that transfers can move.
+ELEMENT_BYTES = tuple(_BITS)
+
+
+class HostTransposition(Protocol):
+    """Moves tiles between a staging buffer and the chunks of one transfer."""
+
+    def gather(self, staging: torch.Tensor, tiles: np.ndarray) -> None:
+        """Copy tiles from staging into the chunks.
+
+        Args:
+            staging: uint8, dense, in host memory.
+            tiles: int64 ``[n, 10]``, columns as ``kv_plan.TILE_COLUMNS``.
+        """
+
+    def scatter(self, staging: torch.Tensor, tiles: np.ndarray) -> None:
+        """Copy tiles from the chunks into staging; arguments as :meth:`gather`."""
+
+
+def host_transposition(chunk_views: Sequence[torch.Tensor]) -> HostTransposition:
+    """Return the transposition for the chunks of one transfer.
+
+    Args:
+        chunk_views: Chunks as ``[P, L, T, NH, HS]``, all of the same heads and dtype.
+
+    Returns:
+        The native one, or torch's where there is none; which is then said once.
+    """
+    native = _native()
+    if native is None:
+        return _TorchTransposition(chunk_views)
+    return _NativeTransposition(native, chunk_views, transpose_threads())
+
+
+@lru_cache(maxsize=1)
+def _native() -> ModuleType | None:
+    """Return the native extension, or None and one warning that says why."""
+    try:
+        return importlib.import_module("lmcache.kv_transpose")
+    except ImportError as exc:
+        logger.warning(
+            "KV blocks are transposed by torch, several times slower: the extension "
+            "lmcache.kv_transpose can't be imported (%s). Install a wheel of this "
+            "LMCache that was built for this Python and torch",
+            exc,
+        )
+    return None
+
+
+@lru_cache(maxsize=1)
+def transpose_threads() -> int:
+    """Return how many threads transpose one transfer.
+
+    Returns:
+        The setting ``LMCACHE_RBLN_TRANSPOSE_THREADS``; by default one less than the
+        CPUs that this process may use, so that copies keep one, but 1 to 4.
+
+    Raises:
+        ValueError: If the setting is not a whole number of at least 1.
+    """
+    raw = os.environ.get(THREADS_ENV_VAR, "").strip()
+    if not raw:
+        spare = len(os.sched_getaffinity(0)) - 1
+        return max(1, min(MAX_DEFAULT_THREADS, spare))
+    if not raw.isascii() or not raw.isdigit() or int(raw) < 1:
+        raise ValueError(
+            f"{THREADS_ENV_VAR}={raw!r} is not a whole number of at least 1; set for "
+            f"example {THREADS_ENV_VAR}=2"
+        )
+    return int(raw)
+
+
+def copy_bits(destination: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy host memory bit by bit, whatever the element type.
+
+    Args:
+        destination: Any strides, of the same shape and dtype.
+        source: What to copy.
+    """
+    bits = _BITS[source.element_size()]
+    destination.view(bits).copy_(source.view(bits))
+
+
+class _NativeTransposition:
+    """``lmcache.kv_transpose`` for one transfer."""
+
+    def __init__(
+        self, native: ModuleType, chunk_views: Sequence[torch.Tensor], threads: int
+    ) -> None:
+        heads_and_size = chunk_views[0].shape[3:]
+        self._native = native
+        self._threads = threads
+        self._row_bytes = heads_and_size[1] * chunk_views[0].element_size()
+        # Of an axis of size one torch keeps any stride; bytes need a dense last axis.
+        self._chunks = [
+            view.as_strided(
+                (*view.shape[:3], heads_and_size.numel()), (*view.stride()[:3], 1)
+            )
+            .view(torch.uint8)
+            .numpy()
+            for view in chunk_views
+        ]
+
+    def gather(self, staging: torch.Tensor, tiles: np.ndarray) -> None:
+        self._native.gather(
+            staging.numpy(), self._chunks, self._row_bytes, tiles, self._threads
+        )
+
+    def scatter(self, staging: torch.Tensor, tiles: np.ndarray) -> None:
+        self._native.scatter(
+            staging.numpy(), self._chunks, self._row_bytes, tiles, self._threads
+        )
+
+
+class _TorchTransposition:
+    """torch for one transfer, tile by tile."""
+
+    def __init__(self, chunk_views: Sequence[torch.Tensor]) -> None:
+        self._chunks = chunk_views
+
+    def gather(self, staging: torch.Tensor, tiles: np.ndarray) -> None:
+        for tile in tiles.tolist():
+            staged, window = self._sides(staging, tile)
+            copy_bits(window, staged)
+
+    def scatter(self, staging: torch.Tensor, tiles: np.ndarray) -> None:
+        for tile in tiles.tolist():
+            staged, window = self._sides(staging, tile)
+            copy_bits(staged, window)
+
+    def _sides(
+        self, staging: torch.Tensor, tile: list[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a tile in staging and in its chunk, in the same order of axes."""
+        start, index, layer, plane, planes, token, blocks, slots, head, heads = tile
+        chunk = self._chunks[index]
+        shape = (blocks, planes, heads, slots, chunk.shape[4])
+        size = chunk.element_size() * torch.Size(shape).numel()
+        staged = staging[start : start + size].view(chunk.dtype).view(shape)
+        window = chunk[
+            plane : plane + planes,
+            layer,
+            token : token + blocks * slots,
+            head : head + heads,
+        ]
+        return staged, window.unflatten(1, (blocks, slots)).permute(1, 0, 3, 2, 4)

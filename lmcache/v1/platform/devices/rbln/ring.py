@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The staging buffers of one transfer, and the order in which they are in flight."""
+
+# Future
+from __future__ import annotations
+
+# Standard
+from collections import deque
+from contextlib import ExitStack
+from functools import lru_cache
+from typing import Any
+import atexit
+import threading
+
+# Third Party
+import torch
+
+# First Party
+from lmcache.logging import init_logger
+from lmcache.v1.platform.devices.rbln import staging
+from lmcache.v1.platform.devices.rbln.kv_plan import Moves
+from lmcache.v1.platform.devices.rbln.staging import StagingPool
+
+logger = init_logger(__name__)
+
+
+class Staged:
+    """A part of a staging buffer, with the moves that are copied into or out of it.
+
+    Attributes:
+        buffer: uint8, in host memory.
+        batch: Indices of consecutive moves.
+    """
+
+    def __init__(
+        self, buffer: torch.Tensor, batch: range, event: Any, stream: Any
+    ) -> None:
+        self.buffer = buffer
+        self.batch = batch
+        self._event = event
+        self._stream = stream
+
+    def elements(self, moves: Moves) -> torch.Tensor:
+        """Return the bytes that the batch uses, 1-D, in the cache's dtype."""
+        return self.buffer[: moves.bytes_of(self.batch)].view(moves.dtype)
+
+    def record(self) -> None:
+        """Mark the end of the batch's copies on the stream."""
+        if self._event is not None:
+            self._event.record(self._stream)
+
+    def wait(self) -> None:
+        """Wait until the batch's copies are complete."""
+        if self._event is not None:
+            self._event.synchronize()
+
+
+class Ring:
+    """Staging buffers borrowed for one transfer.
+
+    Leaving the ``with`` block by an exception drains the stream before a buffer goes
+    back to its pool. A buffer whose copies were not drained is quarantined.
+
+    Args:
+        device: Device of the transfer.
+
+    Attributes:
+        asynchronous: Whether copies are asynchronous, on a stream and pinned memory.
+        buffers: The borrowed host buffers.
+        part_bytes: Bytes that one batch can use.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.asynchronous = supports_async_copies()
+        self._device = device
+        self._queue: deque[Staged] = deque()
+        self._loans: list[tuple[StagingPool, list[torch.Tensor]]] = []
+        self._stream: Any = None
+
+    def __enter__(self) -> Ring:
+        with ExitStack() as borrowing:
+            pool = _pool()
+            self.buffers = borrowing.enter_context(pool.ring(staging.RING_BUFFERS))
+            self._loans.append((pool, self.buffers))
+            if self.asynchronous:
+                self._stream = torch_rbln().current_stream(self._device)
+            self.divide(staging.BUFFER_BYTES)
+            self._borrowed = borrowing.pop_all()
+        return self
+
+    def divide(self, part_bytes: int) -> None:
+        """Stage in parts of the buffers from now on; nothing is in flight yet.
+
+        Args:
+            part_bytes: Bytes of a part, at most those of a buffer.
+        """
+        self.part_bytes = part_bytes
+        self._idle = [
+            buffer[start : start + part_bytes]
+            for buffer in self.buffers
+            for start in range(0, staging.BUFFER_BYTES - part_bytes + 1, part_bytes)
+        ]
+
+    def borrow_device_buffer(self, pool: StagingPool) -> torch.Tensor | None:
+        """Borrow device memory for the rest of the transfer.
+
+        Args:
+            pool: Pool of the device.
+
+        Returns:
+            A buffer, or None if there is no memory for one, which is said once.
+        """
+        try:
+            buffers = self._borrowed.enter_context(pool.ring(1))
+        except RuntimeError as exc:
+            _warn_without_device_buffers(str(exc))
+            return None
+        self._loans.append((pool, buffers))
+        return buffers[0]
+
+    def has_idle(self) -> bool:
+        """Return whether a part has no copies in flight."""
+        return bool(self._idle)
+
+    def in_flight(self) -> bool:
+        """Return whether a batch waits to be finished."""
+        return bool(self._queue)
+
+    def stage(self, batch: range) -> Staged:
+        """Put a batch at the end of the queue, on an idle part."""
+        event = torch_rbln().Event() if self.asynchronous else None
+        staged = Staged(self._idle.pop(), batch, event, self._stream)
+        self._queue.append(staged)
+        return staged
+
+    def oldest(self) -> Staged:
+        """Take the oldest batch out of the queue; the caller waits for it.
+
+        Its part is idle from the next :meth:`stage` on, and no caller stages before
+        it has waited for the batch and read its bytes.
+        """
+        staged = self._queue.popleft()
+        self._idle.append(staged.buffer)
+        return staged
+
+    def wait(self) -> None:
+        """Wait until every copy of the transfer is complete."""
+        if self._stream is not None:
+            event = torch_rbln().Event()
+            event.record(self._stream)
+            event.synchronize()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        drained = kind is None or not self.asynchronous
+        with self._borrowed:
+            try:
+                if not drained:
+                    self._stream.synchronize()
+                    drained = True
+            except Exception:
+                logger.exception(
+                    "RBLN copies could not be drained after a failed transfer; %d "
+                    "staging buffers will not be used again",
+                    sum(len(buffers) for _, buffers in self._loans),
+                )
+            finally:
+                # Also when an interrupt ends the wait.
+                if not drained:
+                    for pool, buffers in self._loans:
+                        pool.quarantine(list(buffers))
+                        buffers.clear()
+
+
+def torch_rbln() -> Any:
+    """Return ``torch.rbln``, which torch-rbln adds at run time."""
+    return torch.rbln  # type: ignore[attr-defined]
+
+
+@lru_cache(maxsize=1)
+def supports_async_copies() -> bool:
+    """Return whether torch-rbln has streams, events and pinned memory.
+
+    Older releases lack them; transfers then copy synchronously, which is said once.
+    """
+    missing = [
+        name
+        for name in ("Stream", "Event", "current_stream")
+        if not hasattr(torch_rbln(), name)
+    ]
+    try:
+        torch.empty(1, dtype=torch.uint8, pin_memory=True)
+    except (RuntimeError, TypeError) as exc:
+        missing.append(f"pinned memory ({exc})")
+    if missing:
+        logger.warning(
+            "RBLN KV copies run synchronously and slower, without %s. torch-rbln has "
+            "these since 0.12",
+            ", ".join(missing),
+        )
+    return not missing
+
+
+@lru_cache(maxsize=1)
+def _warn_without_device_buffers(reason: str) -> None:
+    logger.warning(
+        "Small pieces of the KV cache are copied one by one and slower, without device "
+        "memory to collect them in: %s",
+        reason,
+    )
+
+
+def _make_buffer() -> torch.Tensor:
+    return torch.empty(
+        staging.BUFFER_BYTES, dtype=torch.uint8, pin_memory=supports_async_copies()
+    )
+
+
+_pool_lock = threading.Lock()
+_process_pool: StagingPool | None = None
+
+
+def _pool() -> StagingPool:
+    """Return the staging pool of this process."""
+    global _process_pool
+    with _pool_lock:
+        if _process_pool is None:
+            _process_pool = StagingPool(staging.staging_buffers_setting(), _make_buffer)
+            # Pinned memory goes back before torch-rbln shuts its runtime down.
+            atexit.register(_process_pool.close)
+        return _process_pool

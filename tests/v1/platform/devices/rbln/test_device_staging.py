@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pieces collected in device memory: the same bytes, fewer copies to the host."""
+
+# Future
+from __future__ import annotations
+
+# Standard
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from unittest.mock import MagicMock
+import threading
+
+# Third Party
+from kv_reference import (
+    LAYOUTS,
+    Case,
+    Layout,
+    as_bytes,
+    check_both_directions,
+    random_bits,
+    transfer,
+    upload,
+)
+import pytest
+import torch
+
+# First Party
+from lmcache.v1.platform.devices.rbln import (
+    device_copies,
+    device_staging,
+    kv_transfer,
+    ring,
+    staging,
+)
+from lmcache.v1.platform.devices.rbln.copy_costs import HARDWARE_COSTS, CopyCosts
+from lmcache.v1.platform.devices.rbln.staging import StagingPool
+
+pytestmark = [pytest.mark.npu, pytest.mark.deferred]
+
+
+@pytest.fixture
+def collecting(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Make every transfer collect its pieces; yields the sizes of host copies."""
+    monkeypatch.setattr(kv_transfer, "MIN_PIECES_TO_COLLECT", 2)
+    monkeypatch.setattr(kv_transfer, "measured_costs", lambda *_: HARDWARE_COSTS)
+    monkeypatch.setattr(device_staging, "_pools", {})
+    host_copies: list[int] = []
+    for name in ("to_host", "to_device"):
+        real = getattr(device_copies.DeviceStagedCopies, name)
+
+        def counted(
+            copies: Any, staged: torch.Tensor, batch: range, real: Any = real
+        ) -> None:
+            host_copies.append(len(batch))
+            real(copies, staged, batch)
+
+        monkeypatch.setattr(device_copies.DeviceStagedCopies, name, counted)
+    yield host_copies
+    for pool in device_staging._pools.values():
+        pool.close()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_the_same_bytes(
+    collecting: list[int], layout: Layout, dtype: torch.dtype
+) -> None:
+    case = Case(layout, 3, 8, dtype=dtype)
+    check_both_directions(case, "rbln:0", [4, 1, 2, 7, 0], 2, 3, skip_blocks=1)
+    # One copy a direction for more than thirty pieces.
+    assert len(collecting) == 2
+    assert min(collecting) > 10
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_more_than_one_buffer(
+    collecting: list[int], monkeypatch: pytest.MonkeyPatch, layout: Layout
+) -> None:
+    """The buffer is used again while the host reads what it held before."""
+    monkeypatch.setattr(staging, "BUFFER_BYTES", 512)
+    case = Case(layout, 4, 12, 2, 4, 8, torch.float16)
+    check_both_directions(case, "rbln:0", [9, 1, 5, 3, 7, 11], 3, seed=4)
+    assert len(collecting) > 4
+
+
+def test_eight_threads_share_a_few_device_buffers(
+    collecting: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = 0
+    counting = threading.Lock()
+    bind = torch.rbln.bind_device_memory
+
+    def bound(tensor: torch.Tensor) -> Any:
+        nonlocal made
+        with counting:
+            made += tensor.nbytes == staging.BUFFER_BYTES
+        return bind(tensor)
+
+    case = Case("kv_first", 2, 33, 4, 16, 16, torch.float16)
+    layers = [
+        upload(random_bits(case.layer_shape, case.dtype, i), "rbln:0") for i in range(2)
+    ]
+    monkeypatch.setattr(torch.rbln, "bind_device_memory", bound)
+    start = threading.Barrier(8)
+
+    def work(thread: int) -> None:
+        mine = [4 * thread + offset for offset in (2, 0, 3, 1)]
+        start.wait()
+        with torch.rbln.stream(torch.rbln.Stream("rbln:0")):
+            for turn in range(3):
+                stored = random_bits(
+                    case.chunk_shape(64), case.dtype, 8 * turn + thread
+                )
+                transfer(case, False, layers, [stored], mine, 64)
+                loaded = torch.empty_like(stored)
+                transfer(case, True, layers, [loaded], mine, 64)
+                assert torch.equal(as_bytes(loaded), as_bytes(stored))
+
+    with ThreadPoolExecutor(8) as executor:
+        for result in [executor.submit(work, i) for i in range(8)]:
+            result.result()
+    assert len(collecting) == 8 * 3 * 2
+    assert 1 <= made <= device_staging.DEVICE_BUFFERS
+
+
+def test_without_device_memory_pieces_go_one_by_one_and_it_is_said_once(
+    collecting: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warning = MagicMock()
+    monkeypatch.setattr(ring.logger, "warning", warning)
+
+    def refuse(tensor: torch.Tensor) -> None:
+        raise RuntimeError("out of device memory")
+
+    ring._warn_without_device_buffers.cache_clear()
+    real = device_staging.device_pool
+
+    def pool_of(device: torch.device, dtype: torch.dtype) -> StagingPool:
+        pool = real(device, dtype)
+
+        def make_buffer() -> torch.Tensor:
+            raise RuntimeError("out of device memory")
+
+        pool._make_buffer = make_buffer
+        return pool
+
+    monkeypatch.setattr(kv_transfer, "device_pool", pool_of)
+    for seed in range(2):
+        check_both_directions(Case("mla", 3, 8), "rbln:0", [4, 1, 7, 0], 2, seed=seed)
+    assert collecting == []
+    warning.assert_called_once()
+    said = warning.call_args.args[0] % warning.call_args.args[1:]
+    assert "out of device memory" in said
+
+
+def test_a_failure_gives_the_device_buffer_back(
+    collecting: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case("mla", 3, 8)
+    layers = [
+        upload(random_bits(case.layer_shape, case.dtype, i), "rbln:0") for i in range(3)
+    ]
+    chunk = torch.zeros(case.chunk_shape(8), dtype=case.dtype)
+
+    def fail(*_: object) -> None:
+        raise KeyError("planted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(device_copies.DeviceStagedCopies, "to_host", fail)
+        for _ in range(2 * device_staging.DEVICE_BUFFERS):
+            with pytest.raises(KeyError, match="planted"):
+                transfer(case, True, layers, [chunk], [3, 1], 8)
+    check_both_directions(case, "rbln:0", [4, 1, 7, 0], 2)
+
+
+def test_costs_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_staging, "_measured", {})
+    monkeypatch.setattr(device_staging, "_pools", {})
+    seen: list[CopyCosts] = []
+    real = device_staging.measured_costs
+
+    def measured(*arguments: torch.Tensor) -> CopyCosts:
+        costs = real(*arguments)
+        seen.append(costs)
+        return costs
+
+    monkeypatch.setattr(kv_transfer, "measured_costs", measured)
+    for _ in range(2):
+        check_both_directions(Case("kv_first", 8, 8), "rbln:0", [4, 1, 7, 0], 2)
+    assert len(seen) == 4
+    assert all(costs is seen[0] for costs in seen)
+    assert seen[0].host_descriptor_us > 0
+    assert seen[0].device_descriptor_us > 0
+    # The figures of the links are not measured.
+    assert (seen[0].host_gbps, seen[0].device_gbps) == (58.0, 240.0)
+
+
+@pytest.mark.parametrize("tokens", [8, 6])
+def test_mla_goes_straight_into_pinned_chunks(
+    monkeypatch: pytest.MonkeyPatch, tokens: int
+) -> None:
+    case = Case("mla", 3, 8, dtype=torch.float16)
+    layers = [random_bits(case.layer_shape, case.dtype, i) for i in range(3)]
+    device_layers = [upload(layer, "rbln:0") for layer in layers]
+    chunks = [torch.zeros(case.chunk_shape(n), dtype=case.dtype, pin_memory=True)
+              for n in (8, tokens)]  # fmt: skip
+    # Nothing is staged.
+    monkeypatch.setattr(ring.Ring, "stage", lambda *_: pytest.fail("staged"))
+    blocks = [4, 1, 7, 2]
+    transfer(case, True, device_layers, chunks, blocks, 8)
+    for index, layer in enumerate(layers):
+        rows = layer[blocks].reshape(16, -1)
+        assert torch.equal(as_bytes(chunks[0][index]), as_bytes(rows[:8]))
+        assert torch.equal(as_bytes(chunks[1][index]), as_bytes(rows[8 : 8 + tokens]))
+    restored = [upload(torch.zeros_like(layer), "rbln:0") for layer in layers]
+    transfer(case, False, restored, chunks, blocks, 8)
+    for got, layer in zip(restored, layers, strict=True):
+        wanted = torch.zeros_like(layer)
+        for number, block in enumerate(blocks):
+            slots = max(0, min(4, 8 + tokens - 4 * number))
+            wanted[block, :slots] = layer[block, :slots]
+        assert torch.equal(as_bytes(got), as_bytes(wanted))
