@@ -22,6 +22,8 @@ double Costs::link_time(Kind kind, bool registered, uint64_t bytes,
   if (kind == Kind::kD2H) speed = registered ? registered_d2h : pageable_d2h;
   if (kind == Kind::kH2D) speed = registered ? registered_h2d : pageable_h2d;
   const double transfer = speed > 0 ? static_cast<double>(bytes) / speed : 0;
+  // The figure known is that of descriptors on the host's link.
+  if (kind == Kind::kD2D) return transfer;
   return transfer + static_cast<double>(descriptors) * descriptor;
 }
 

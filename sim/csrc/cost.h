@@ -18,10 +18,11 @@ struct Costs {
   double d2d = 0;
   /// Nanoseconds.
   double submission = 0;
-  double descriptor = 0;
+  double descriptor = 0;  // of copies between host and device
 
   bool any() const;
-  /// Nanoseconds of the link that a copy takes: its descriptors and its bytes.
+  /// Nanoseconds of the link that a copy takes: its bytes and, on the host's
+  /// link, its descriptors.
   double link_time(Kind kind, bool registered, uint64_t bytes,
                    uint64_t descriptors) const;
 };
