@@ -23,6 +23,7 @@ DOCUMENTS = [
     *sorted((ROOT / "docs/design").rglob("*.md")),
     *sorted((ROOT / "sim").glob("*.md")),
     ROOT / "lmcache-rbln/README.md",
+    *sorted((ROOT / "lmcache-rbln/docs").glob("*.md")),
 ]
 TESTS = [
     ROOT / "tests",
