@@ -73,7 +73,7 @@ def test_a_request_comes_back_into_other_blocks(
     assert None not in back
     cached = BLOCK  # vLLM holds the first block already
     connector.batched_to_gpu(
-        back,  # type: ignore[arg-type]
+        back,
         starts,
         ends,
         kvcaches=layers,
@@ -83,7 +83,7 @@ def test_a_request_comes_back_into_other_blocks(
     for obj in back:
         assert obj is not None
         obj.ref_count_down()
-    torch.rbln.synchronize()
+    torch.rbln.synchronize()  # type: ignore[attr-defined]
     for layer, twin in zip(layers, host, strict=True):
         want = zeros.clone()
         for old, new in list(zip(source, target, strict=True))[1:]:
