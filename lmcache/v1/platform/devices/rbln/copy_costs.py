@@ -27,7 +27,7 @@ class CopyCosts:
         host_descriptor_us: Fixed time of a copy between host and device, in
             microseconds; about 17 on hardware.
         device_descriptor_us: Fixed time of a copy inside the device. No figure of it
-            is known, so it is measured.
+            is known.
         host_gbps: Throughput of the host link.
         device_gbps: Throughput of copies inside the device.
     """

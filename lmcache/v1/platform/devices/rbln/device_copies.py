@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 
 # First Party
+from lmcache.v1.platform.devices.rbln.kv_layout import KVGeometry
 from lmcache.v1.platform.devices.rbln.kv_plan import TILE_COLUMNS, Moves
 
 
@@ -37,18 +38,16 @@ class Regions:
     """The device regions of a transfer.
 
     Args:
-        block_views: One ``[NB, P, NH, BS, HS]`` view per layer.
+        geometry: Geometry of the KV cache.
+        layers: Its layers.
         moves: The transfer.
     """
 
-    def __init__(self, block_views: Sequence[torch.Tensor], moves: Moves) -> None:
-        first = block_views[0]
-        extent = 1 + sum(
-            (size - 1) * stride
-            for size, stride in zip(first.shape, first.stride(), strict=True)
-        )
+    def __init__(
+        self, geometry: KVGeometry, layers: Sequence[torch.Tensor], moves: Moves
+    ) -> None:
         # Pieces are contiguous: each is one cheap slice of a flat view.
-        self._layers = [view.as_strided((extent,), (1,)) for view in block_views]
+        self._layers = [geometry.flat_view(layer) for layer in layers]
         self._moves = moves
 
     def of(self, batch: range) -> list[torch.Tensor]:

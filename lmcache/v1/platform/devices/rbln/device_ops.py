@@ -23,7 +23,7 @@ from lmcache.v1.platform.devices.rbln import kv_transfer
 from lmcache.v1.platform.devices.rbln.kv_layout import (
     KVGeometry,
     chunk_view,
-    resolve_block_views,
+    resolve_geometry,
 )
 from lmcache.v1.platform.devices.rbln.kv_plan import plan_pieces
 from lmcache.v1.platform.devices.rbln.ring import torch_rbln
@@ -92,9 +92,9 @@ class RblnDeviceOps(DeviceOps):
         gathers = (
             _enum(TransferDirection, direction, "direction") == TransferDirection.D2H
         )
-        geometry, block_views = resolve_block_views(layers, kv_format)
+        geometry = resolve_geometry(layers, kv_format)
         _require_device(geometry, device)
-        _require_shape_desc(geometry, shape_desc, block_views[0])
+        _require_shape_desc(geometry, shape_desc)
         _require_chunks(geometry, chunks, chunk_size)
         chunk_blocks = _split_block_ids(geometry, chunks, block_ids, chunk_size)
         if skip_blocks < 0:
@@ -110,7 +110,6 @@ class RblnDeviceOps(DeviceOps):
         pieces = list(
             plan_pieces(
                 geometry,
-                block_views[0].stride(),
                 [_tokens(chunk) for chunk in chunks],
                 chunk_blocks,
                 skip_blocks,
@@ -122,7 +121,7 @@ class RblnDeviceOps(DeviceOps):
         # written inside it, and inference mode does not reach LMCache's threads.
         with torch.inference_mode():
             chunk_views = [chunk_view(chunk, geometry) for chunk in chunks]
-            move(geometry, block_views, chunk_views, pieces)
+            move(geometry, layers, chunk_views, pieces)
 
 
 def _tokens(chunk: torch.Tensor) -> int:
@@ -187,9 +186,7 @@ def _require_device(geometry: KVGeometry, device: torch.device | str) -> None:
         )
 
 
-def _require_shape_desc(
-    geometry: KVGeometry, shape_desc: PageBufferShapeDesc, view: torch.Tensor
-) -> None:
+def _require_shape_desc(geometry: KVGeometry, shape_desc: PageBufferShapeDesc) -> None:
     """Refuse a descriptor that disagrees with the layers it describes."""
     if not isinstance(shape_desc, PageBufferShapeDesc):
         raise ValueError(f"shape_desc wants a PageBufferShapeDesc, got {shape_desc!r}")
@@ -203,7 +200,7 @@ def _require_shape_desc(
         "hs": (shape_desc.hs, geometry.head_size),
         "kv_size": (shape_desc.kv_size, geometry.num_planes),
         "element_size": (shape_desc.element_size, geometry.dtype.itemsize),
-        "block_stride_elems": (stride, view.stride(0) if stride > 0 else stride),
+        "block_stride_elems": (stride, geometry.strides[0] if stride > 0 else stride),
     }
     for name, (described, actual) in facts.items():
         if int(described) != actual:

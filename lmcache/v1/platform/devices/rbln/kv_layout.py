@@ -51,6 +51,7 @@ class KVGeometry:
         head_size: Elements per head and token (``HS``).
         dtype: Element type of the cache and of its chunks.
         device: Device that holds every layer.
+        strides: Strides of a block view ``[NB, P, NH, BS, HS]``, in elements.
     """
 
     num_layers: int
@@ -61,6 +62,30 @@ class KVGeometry:
     head_size: int
     dtype: torch.dtype
     device: torch.device
+    strides: tuple[int, ...]
+
+    @property
+    def view_shape(self) -> tuple[int, ...]:
+        """Shape of a block view, ``(NB, P, NH, BS, HS)``."""
+        return (
+            self.num_blocks,
+            self.num_planes,
+            self.num_heads,
+            self.block_size,
+            self.head_size,
+        )
+
+    def block_view(self, layer: torch.Tensor) -> torch.Tensor:
+        """View one of the layers as ``[NB, P, NH, BS, HS]``."""
+        return layer.as_strided(self.view_shape, self.strides)
+
+    def flat_view(self, layer: torch.Tensor) -> torch.Tensor:
+        """View the elements from the first to the last of a layer as one axis."""
+        last = sum(
+            (size - 1) * stride
+            for size, stride in zip(self.view_shape, self.strides, strict=True)
+        )
+        return layer.as_strided((last + 1,), (1,))
 
     def chunk_shape(self, tokens: int) -> tuple[int, ...]:
         """Return the wire shape of a chunk of ``tokens`` tokens.
@@ -75,10 +100,10 @@ class KVGeometry:
         return (self.num_planes, *tail) if self.num_planes == 2 else tail
 
 
-def resolve_block_views(
+def resolve_geometry(
     layers: Sequence[torch.Tensor], engine_kv_format: EngineKVFormat
-) -> tuple[KVGeometry, list[torch.Tensor]]:
-    """Validate the layers of one KV cache and view them as ``[NB, P, NH, BS, HS]``.
+) -> KVGeometry:
+    """Validate the layers of one KV cache.
 
     Args:
         layers: One tensor per layer, 6-D or with the singleton axis squeezed (5-D)
@@ -86,7 +111,7 @@ def resolve_block_views(
         engine_kv_format: Format that the detector reported for these layers.
 
     Returns:
-        The geometry, and one block view per layer that shares its storage.
+        The geometry of all layers.
 
     Raises:
         ValueError: If there is no layer, the format is none of the three, a tensor is
@@ -103,6 +128,7 @@ def resolve_block_views(
     if not layers:
         raise ValueError("RBLN block transfer wants at least one KV layer, got none")
     first = layers[0]
+    wanted = (first.shape, first.stride(), first.dtype, first.device)
     for index, layer in enumerate(layers):
         if layer.is_meta:
             raise ValueError(
@@ -110,19 +136,18 @@ def resolve_block_views(
                 "with VLLM_RBLN_USE_DEVICE_TENSOR=1 so that the KV cache is in device "
                 "tensors"
             )
-        traits = (tuple(layer.shape), layer.stride(), layer.dtype, layer.device)
-        wanted = (tuple(first.shape), first.stride(), first.dtype, first.device)
+        traits = (layer.shape, layer.stride(), layer.dtype, layer.device)
         if traits != wanted:
             raise ValueError(
                 "the KV layers of one transfer must agree in shape, strides, dtype and "
                 f"device; layer 0 is {wanted}, layer {index} is {traits}. Models with "
                 "several kinds of KV cache (hybrid, sliding window) are not supported"
             )
-    views = [_block_view(layer, engine_kv_format, layout) for layer in layers]
-    _require_dense_head_blocks(views[0], layout)
-    num_blocks, planes, heads, block_size, head_size = views[0].shape
-    geometry = KVGeometry(
-        num_layers=len(views),
+    view = _block_view(first, engine_kv_format, layout)
+    _require_dense_head_blocks(view, layout)
+    num_blocks, planes, heads, block_size, head_size = view.shape
+    return KVGeometry(
+        num_layers=len(layers),
         num_blocks=num_blocks,
         num_planes=planes,
         num_heads=heads,
@@ -130,8 +155,8 @@ def resolve_block_views(
         head_size=head_size,
         dtype=first.dtype,
         device=first.device,
+        strides=view.stride(),
     )
-    return geometry, views
 
 
 def _block_view(

@@ -74,7 +74,9 @@ TILE_COLUMNS = (
 _PIECE_COLUMN = {name: index for index, name in enumerate(Piece._fields)}
 #: Where each column of a tile comes from; "staged" and "layer" are in no piece.
 _FROM_PIECE = [_PIECE_COLUMN.get(name, 0) for name in TILE_COLUMNS]
-_STAGED, _CHUNK, _LAYER = 0, 1, 2
+_STAGED, _LAYER = TILE_COLUMNS.index("staged"), TILE_COLUMNS.index("layer")
+_PLACE = [_PIECE_COLUMN[name] for name in ("block", "plane", "head", "slot")]
+_COUNTS = [_PIECE_COLUMN[name] for name in ("blocks", "planes", "heads", "slots")]
 
 
 class Moves:
@@ -82,46 +84,33 @@ class Moves:
 
     Args:
         geometry: Geometry of the KV cache.
-        view_strides: Strides of a block view ``[NB, P, NH, BS, HS]``, in elements.
         pieces: What to copy in every layer, ordered by chunk.
 
     Attributes:
-        tiles: int64 ``[n, 10]``, the windows of chunks; columns are ``TILE_COLUMNS``.
+        tiles: int64 ``[n, 10]``, the windows of chunks; columns are ``TILE_COLUMNS``,
+            of which ``staged`` is set by :meth:`pack`.
         layers: Layer of each move.
         starts: Where its device region starts, in elements from the view's first.
         sizes: Its elements.
         dtype: Their type.
     """
 
-    def __init__(
-        self,
-        geometry: KVGeometry,
-        view_strides: Sequence[int],
-        pieces: Iterable[Piece],
-    ) -> None:
+    def __init__(self, geometry: KVGeometry, pieces: Iterable[Piece]) -> None:
         rows = np.array(list(pieces), dtype=np.int64).reshape(-1, len(Piece._fields))
-        bounds = np.flatnonzero(np.diff(rows[:, 0])) + 1
-        parts = []
-        layers = []
-        for part in np.split(rows, bounds):
-            parts.append(np.tile(part, (geometry.num_layers, 1)))
-            layers.append(np.repeat(np.arange(geometry.num_layers), len(part)))
-        repeated = np.concatenate(parts)
-        column = dict(zip(Piece._fields, repeated.T, strict=True))
-        self.tiles = np.ascontiguousarray(repeated[:, _FROM_PIECE])
-        self.tiles[:, _LAYER] = np.concatenate(layers)
-        self.tiles[:, _STAGED] = 0
-        origin = np.array(view_strides[:4], dtype=np.int64)
-        starts = repeated[
-            :, [_PIECE_COLUMN[name] for name in ("block", "plane", "head", "slot")]
-        ]
-        sizes = geometry.head_size * (
-            column["blocks"] * column["planes"] * column["heads"] * column["slots"]
+        layers, repeats = np.divmod(
+            np.arange(geometry.num_layers * len(rows)), max(1, len(rows))
         )
+        # Stable: within a chunk the layers stay in order.
+        order = np.argsort(rows[repeats, 0], kind="stable")
+        rows, layers = rows[repeats[order]], layers[order]
+        self.tiles = np.ascontiguousarray(rows[:, _FROM_PIECE])
+        self.tiles[:, _LAYER] = layers
+        starts = rows[:, _PLACE] @ np.array(geometry.strides[:4])
+        sizes = rows[:, _COUNTS].prod(axis=1) * geometry.head_size
         self._ends = np.cumsum(sizes)
         self.dtype = geometry.dtype
-        self.layers: list[int] = self.tiles[:, _LAYER].tolist()
-        self.starts: list[int] = (starts @ origin).tolist()
+        self.layers: list[int] = layers.tolist()
+        self.starts: list[int] = starts.tolist()
         self.sizes: list[int] = sizes.tolist()
 
     @property
@@ -166,7 +155,6 @@ class Moves:
 
 def plan_pieces(
     geometry: KVGeometry,
-    view_strides: Sequence[int],
     chunk_tokens: Sequence[int],
     chunk_blocks: Sequence[Sequence[int]],
     skip_blocks: int,
@@ -180,7 +168,6 @@ def plan_pieces(
 
     Args:
         geometry: Geometry of the KV cache.
-        view_strides: Strides of a block view ``[NB, P, NH, BS, HS]``, in elements.
         chunk_tokens: Tokens of each chunk; a chunk may end inside its last block.
         chunk_blocks: Block ids of each chunk, in token order.
         skip_blocks: Leading blocks of the whole call that are left out.
@@ -197,7 +184,7 @@ def plan_pieces(
         seen += len(blocks)
         whole = min(len(blocks), tokens // geometry.block_size)
         yield from _split_whole_blocks(
-            geometry, view_strides, chunk, blocks, first, whole, max_elements
+            geometry, chunk, blocks, first, whole, max_elements
         )
         # The slots of a partial block are contiguous within one head only.
         for position in range(max(first, whole), len(blocks)):
@@ -215,7 +202,6 @@ def plan_pieces(
 
 def _split_whole_blocks(
     geometry: KVGeometry,
-    view_strides: Sequence[int],
     chunk: int,
     blocks: Sequence[int],
     first: int,
@@ -230,12 +216,12 @@ def _split_whole_blocks(
     )
     head = slots * geometry.head_size
     head_block = heads * head
-    planes_adjacent = planes == 1 or view_strides[1] == head_block
+    planes_adjacent = planes == 1 or geometry.strides[1] == head_block
     if not planes_adjacent or planes * head_block > max_elements:
         planes = 1
     heads = min(heads, max(1, max_elements // head))
     run_limit = 1
-    if heads == geometry.num_heads and view_strides[0] == planes * head_block:
+    if heads == geometry.num_heads and geometry.strides[0] == planes * head_block:
         run_limit = max(1, max_elements // (planes * head_block))
     position = first
     while position < end:

@@ -52,6 +52,9 @@ from lmcache.v1.platform.devices.rbln.ring import Ring, Staged
 
 #: With fewer pieces than this a transfer's time is not in their fixed cost.
 MIN_PIECES_TO_COLLECT = 32
+#: A transfer is cut into this many batches at least, unless they get too small.
+MIN_BATCHES = 8
+MIN_BATCH_BYTES = 256 << 10
 
 
 def max_piece_elements(geometry: KVGeometry) -> int:
@@ -91,7 +94,7 @@ def max_piece_elements(geometry: KVGeometry) -> int:
 
 def gather(
     geometry: KVGeometry,
-    block_views: Sequence[torch.Tensor],
+    layers: Sequence[torch.Tensor],
     chunk_views: Sequence[torch.Tensor],
     pieces: Sequence[Piece],
 ) -> None:
@@ -99,7 +102,7 @@ def gather(
 
     Args:
         geometry: Geometry of the KV cache.
-        block_views: One ``[NB, P, NH, BS, HS]`` view per layer.
+        layers: The layers that ``geometry`` describes.
         chunk_views: One ``[P, L, T, NH, HS]`` view per chunk, in host memory.
         pieces: What to copy in every layer, ordered by chunk; each element at most
             once.
@@ -112,11 +115,12 @@ def gather(
         return
     if geometry.device.type == "cpu":
         for piece in pieces:
-            for layer, view in enumerate(block_views):
-                window = chunk_slice(chunk_views[piece.chunk], piece, layer)
+            for index, layer in enumerate(layers):
+                view = geometry.block_view(layer)
+                window = chunk_slice(chunk_views[piece.chunk], piece, index)
                 copy_bits(window, device_slice(view, piece))
         return
-    moves = Moves(geometry, block_views[0].stride(), pieces)
+    moves = Moves(geometry, pieces)
     host = host_transposition(chunk_views)
 
     def finish(copied: Staged) -> None:
@@ -124,14 +128,14 @@ def gather(
         host.gather(copied.buffer, moves.tiles_of(copied.batch))
 
     with Ring(geometry.device) as ring:
-        regions = Regions(block_views, moves)
+        regions = Regions(geometry, layers, moves)
         copies = _choose_copies(ring, regions, moves)
         rows = _straight_rows(ring, copies, chunk_views, moves)
         if rows is not None:
             torch._foreach_copy_(rows, regions.of(moves.all), non_blocking=True)
             ring.wait()
             return
-        for batch in moves.pack(ring.part_bytes):
+        for batch in moves.pack(_batch_bytes(copies, ring, moves)):
             if not ring.has_idle():
                 finish(ring.oldest())
             staged = ring.stage(batch)
@@ -143,7 +147,7 @@ def gather(
 
 def scatter(
     geometry: KVGeometry,
-    block_views: Sequence[torch.Tensor],
+    layers: Sequence[torch.Tensor],
     chunk_views: Sequence[torch.Tensor],
     pieces: Sequence[Piece],
 ) -> None:
@@ -151,7 +155,7 @@ def scatter(
 
     Args:
         geometry: Geometry of the KV cache.
-        block_views: One ``[NB, P, NH, BS, HS]`` view per layer.
+        layers: The layers that ``geometry`` describes.
         chunk_views: One ``[P, L, T, NH, HS]`` view per chunk, in host memory.
         pieces: What to copy in every layer, ordered by chunk; each element at most
             once.
@@ -164,21 +168,22 @@ def scatter(
         return
     if geometry.device.type == "cpu":
         for piece in pieces:
-            for layer, view in enumerate(block_views):
-                window = chunk_slice(chunk_views[piece.chunk], piece, layer)
+            for index, layer in enumerate(layers):
+                view = geometry.block_view(layer)
+                window = chunk_slice(chunk_views[piece.chunk], piece, index)
                 copy_bits(device_slice(view, piece), window)
         return
-    moves = Moves(geometry, block_views[0].stride(), pieces)
+    moves = Moves(geometry, pieces)
     host = host_transposition(chunk_views)
     with Ring(geometry.device) as ring:
-        regions = Regions(block_views, moves)
+        regions = Regions(geometry, layers, moves)
         copies = _choose_copies(ring, regions, moves)
         rows = _straight_rows(ring, copies, chunk_views, moves)
         if rows is not None:
             torch._foreach_copy_(regions.of(moves.all), rows, non_blocking=True)
             ring.wait()
             return
-        for batch in moves.pack(ring.part_bytes):
+        for batch in moves.pack(_batch_bytes(copies, ring, moves)):
             if not ring.has_idle():
                 ring.oldest().wait()
             staged = ring.stage(batch)
@@ -192,6 +197,18 @@ def scatter(
 def _part_bytes() -> int:
     """Return the bytes of a part of a staging buffer."""
     return min(staging.PART_BYTES, staging.BUFFER_BYTES)
+
+
+def _batch_bytes(copies: DeviceCopies, ring: Ring, moves: Moves) -> int:
+    """Return how much to stage at a time.
+
+    Direct copies of a small transfer fill buffers in part, so that the host has a batch
+    to transpose while the next ones are copied. Collected pieces fill them.
+    """
+    if not isinstance(copies, DirectCopies):
+        return ring.part_bytes
+    share = max(MIN_BATCH_BYTES, moves.total_bytes // MIN_BATCHES)
+    return min(ring.part_bytes, share)
 
 
 def _choose_copies(ring: Ring, regions: Regions, moves: Moves) -> DeviceCopies:

