@@ -47,7 +47,7 @@ class Regions:
         self, geometry: KVGeometry, layers: Sequence[torch.Tensor], moves: Moves
     ) -> None:
         # Pieces are contiguous: each is one cheap slice of a flat view.
-        self._layers = [geometry.flat_view(layer) for layer in layers]
+        self._layers = geometry.flat_views(layers)
         self._moves = moves
 
     def of(self, batch: range) -> list[torch.Tensor]:

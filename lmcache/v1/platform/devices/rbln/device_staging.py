@@ -33,9 +33,9 @@ _PROBES = 16
 _PROBE_BYTES = 4096
 _ROUNDS = 5
 #: Where one round takes longer, in seconds, another one is not worth it.
-_ENOUGH = 0.01
-#: A smaller difference, in microseconds, is none.
-_NOISE_US = 5.0
+_ENOUGH = 0.05
+#: Host copies that take less than this many times as long may only seem to.
+_TELLING = 2.0
 
 _lock = threading.Lock()
 _pools: dict[tuple[torch.device, torch.dtype], StagingPool] = {}
@@ -99,8 +99,8 @@ def measured_costs(
             if time.perf_counter() - start > _ENOUGH:
                 break
         # What both take is the software's time, during which the link is free.
-        link_us = host_us - device_us
-        costs = CopyCosts(link_us if link_us > _NOISE_US else 0.0, 0.0)
+        link_us = host_us - device_us if host_us > _TELLING * device_us else 0.0
+        costs = CopyCosts(host_descriptor_us=link_us, device_descriptor_us=0.0)
         _measured[region.device] = costs
         logger.info(
             "RBLN copies on %s take %.1f us each to the host, %.1f us inside the "

@@ -79,13 +79,13 @@ class KVGeometry:
         """View one of the layers as ``[NB, P, NH, BS, HS]``."""
         return layer.as_strided(self.view_shape, self.strides)
 
-    def flat_view(self, layer: torch.Tensor) -> torch.Tensor:
-        """View the elements from the first to the last of a layer as one axis."""
+    def flat_views(self, layers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """View each layer as one axis, from its first element to its last."""
         last = sum(
             (size - 1) * stride
             for size, stride in zip(self.view_shape, self.strides, strict=True)
         )
-        return layer.as_strided((last + 1,), (1,))
+        return [layer.as_strided((last + 1,), (1,)) for layer in layers]
 
     def chunk_shape(self, tokens: int) -> tuple[int, ...]:
         """Return the wire shape of a chunk of ``tokens`` tokens.
