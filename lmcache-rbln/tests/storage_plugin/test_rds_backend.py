@@ -65,7 +65,7 @@ def test_twice_the_staging_memory_is_stored_and_restored(engine: MakeEngine) -> 
     count = 2 * one.backend.calculate_chunk_budget() + 1
     for number in range(count):  # never waits for a write itself
         one.submit(number)
-    one.backend._writer.submit(lambda: None).result(timeout=10)
+    one.backend._writer._thread.submit(lambda: None).result(timeout=10)
     for number in range(count):
         assert one.load(number) == [True]
     one.assert_idle()
@@ -92,7 +92,7 @@ def test_what_is_stored_or_being_written_is_not_written_again(
     written = one.metric("written_chunks")
     assert one.submit(1) is None
     gate = threading.Event()
-    one.backend._writer.submit(gate.wait)
+    one.backend._writer._thread.submit(gate.wait)
     futures = one.submit(2)
     assert one.backend.exists_in_put_tasks(key_of(2))
     assert one.holds(2) == [False]  # not before its bytes are down
@@ -368,7 +368,7 @@ def logged(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         def emit(self, record: logging.LogRecord) -> None:
             lines.append(record.getMessage())
 
-    logger = logging.getLogger("lmcache_rbln.storage_plugin.rds_backend")
+    logger = logging.getLogger("lmcache_rbln.storage_plugin.rds_writer")
     handler = Collect(logging.ERROR)
     logger.addHandler(handler)
     monkeypatch.setattr(handler, "level", logging.ERROR)
@@ -561,7 +561,7 @@ def test_lmcache_works_without_a_cpu_tier(storage: Storage) -> None:
         objs = [one.chunk(number) for number in (0, 1)]
         keys = [key_of(0), key_of(1)]
         manager.batched_put(keys, list(objs))
-        backend._writer.submit(lambda: None).result(timeout=10)
+        backend._writer._thread.submit(lambda: None).result(timeout=10)
         assert [obj.get_ref_count() for obj in objs] == [0, 0]
         one.assert_idle()
         assert manager.batched_contains([*keys, key_of(2)], pin=True) == (
@@ -666,7 +666,7 @@ def test_close_gives_everything_back(engine: MakeEngine, storage: Storage) -> No
     one = engine({"rds_max_chunks": 4})
     one.store(0, 1, 2, 3)
     gate = threading.Event()
-    one.backend._writer.submit(gate.wait)
+    one.backend._writer._thread.submit(gate.wait)
     one.submit(4)  # not begun yet: dropped
     gate.set()
     one.backend.close()

@@ -94,6 +94,6 @@ def test_eight_readers_two_writers_and_an_evictor(
     assert not problems
     assert not any(thread.is_alive() for thread in threads)
     assert counts["hit"] > 100 and counts["miss"] > 100 and counts["written"] > 100
-    backend._writer.submit(lambda: None).result(timeout=10)
+    backend._writer._thread.submit(lambda: None).result(timeout=10)
     one.assert_idle()
     assert [one.metric(name) for name in NEVER] == before

@@ -2,7 +2,7 @@
 """``RDSBackend``: LMCache's storage plugin for chunks on NVMe, next to the NPU."""
 
 # Standard
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, cast
 import asyncio
@@ -27,22 +27,22 @@ from lmcache.v1.storage_backend.abstract_backend import AllocatorBackendInterfac
 
 # Local
 from . import allocator_choice
-from .rds_device import RDSDevice, RDSError, RDSFullError, Region
-from .rds_header import ChunkHeader, key_digest
-from .rds_index import ChunkIndex, Entry
+from .rds_device import RDSDevice, RDSError
+from .rds_failures import Failures
+from .rds_index import ChunkIndex
 from .rds_metrics import RDSMetrics
+from .rds_reader import ChunkReader
 from .rds_regions import RegionPool
 from .rds_settings import RDSSettings, read_settings
-from .rds_staging import StagedMemoryObj, StagingAllocator, deadline_in
-from .rds_transfer import ChunkTransfer, Read, Write, region_bytes
+from .rds_staging import StagingAllocator, deadline_in
+from .rds_transfer import ChunkTransfer, region_bytes
+from .rds_writer import ChunkWriter, OnComplete
 
 logger = init_logger(__name__)
 
 # This module is imported when LMCache loads the plugin, before it chooses an allocator.
 allocator_choice.install()
 
-OnComplete = Callable[[CacheEngineKey], None]
-_Batch = list[tuple[CacheEngineKey, StagedMemoryObj]]
 #: Longest wait for the batch that is being written when the backend is closed.
 _CLOSE_TIMEOUT_S = 9.0
 
@@ -88,14 +88,30 @@ class RDSBackend(AllocatorBackendInterface):
             self._device, nbytes, _most_regions(self.settings, nbytes)
         )
         self._index = ChunkIndex(self._regions.give_back)
-        self._transfer = ChunkTransfer(self._device, self.settings.checksum)
-        self._overlapped = self.settings.overlaps(metadata.world_size)
-        # One thread: batches are written in the order in which they were stored.
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="rds-writer")
-        self._reader = ThreadPoolExecutor(2, thread_name_prefix="rds-reader")
-        self._pending_writes = 0
+        transfer = ChunkTransfer(self._device, self.settings.checksum)
+        overlapped = self.settings.overlaps(metadata.world_size)
+        self._failures = Failures(self.settings.failure_policy)
+        self._writer = ChunkWriter(
+            self._index,
+            self._regions,
+            transfer,
+            self._metrics,
+            self._failures,
+            overlapped,
+            self._show_state,
+        )
+        self._reader = ChunkReader(
+            self._allocator,
+            self._index,
+            transfer,
+            self._metrics,
+            self._failures,
+            self.settings.wait_timeout,
+            self._show_state,
+        )
+        # For what LMCache's event loop must not wait for.
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="rds-reader")
         self._lock = threading.Lock()
-        self._failure: RDSError | None = None
         self._closed = False
         self._cut_lookups = False
         if self.settings.checksum == "header":
@@ -108,7 +124,7 @@ class RDSBackend(AllocatorBackendInterface):
             dst_device,
             self._allocator.num_slots,
             self._allocator.slot_bytes,
-            "overlapped" if self._overlapped else "synchronous",
+            "overlapped" if overlapped else "synchronous",
             _most_regions(self.settings, nbytes) or "as many as fit",
             self.settings.failure_policy,
         )
@@ -159,7 +175,7 @@ class RDSBackend(AllocatorBackendInterface):
         """
         left = deadline_in(self.settings.wait_timeout)
         obj = self._allocator.allocate_within(
-            shapes, dtypes, fmt, lambda: left() if self._pending_writes else 0.0
+            shapes, dtypes, fmt, lambda: left() if self._writer.busy else 0.0
         )
         if obj is None:
             self._metrics.add("staging_failures")
@@ -219,25 +235,11 @@ class RDSBackend(AllocatorBackendInterface):
                 overlapped one before it.
         """
         started = time.perf_counter()
-        self._surface_failure()
-        batch = self._claim(keys, objs)
-        if not batch:
-            return None
-        if not self._overlapped:
-            self._store(batch, on_complete_callback)
-            self._surface_failure()
-            return None
-        with self._lock:
-            self._pending_writes += 1
-        try:
-            future = self._writer.submit(self._store_later, batch, on_complete_callback)
-        except RuntimeError:  # the executor is shut down
-            with self._lock:
-                self._pending_writes -= 1
-            self._let_go(batch)
-            return None
+        self._failures.surface()
+        future = self._writer.submit(keys, objs, on_complete_callback)
+        self._failures.surface()
         self._metrics.observe("submit_seconds", time.perf_counter() - started)
-        return [future]
+        return None if future is None else [future]
 
     async def async_batched_submit_put_task(
         self,
@@ -248,125 +250,11 @@ class RDSBackend(AllocatorBackendInterface):
     ) -> None:
         """Write chunks from the event loop without blocking it."""
         await asyncio.get_running_loop().run_in_executor(
-            self._reader,
+            self._threads,
             lambda: self.batched_submit_put_task(
                 keys, objs, transfer_spec, on_complete_callback
             ),
         )
-
-    def _claim(self, keys: Sequence[CacheEngineKey], objs: list[MemoryObj]) -> _Batch:
-        batch: _Batch = []
-        for key, obj in zip(keys, objs, strict=True):
-            if not isinstance(obj, StagedMemoryObj):
-                raise TypeError(
-                    f"RDSBackend stores chunks in its own staging memory, got {obj!r}"
-                )
-            if self._index.claim(key):
-                obj.ref_count_up()
-                batch.append((key, obj))
-        return batch
-
-    def _let_go(self, batch: _Batch) -> None:
-        for key, obj in batch:
-            self._index.abandon(key)
-            obj.ref_count_down()
-
-    def _store_later(self, batch: _Batch, on_complete: OnComplete | None) -> None:
-        try:
-            self._store(batch, on_complete)
-        finally:
-            with self._lock:
-                self._pending_writes -= 1
-
-    def _store(self, batch: _Batch, on_complete: OnComplete | None) -> None:
-        """Write a batch and make its keys visible, or count its failure."""
-        if self._closed:
-            self._let_go(batch)
-            return
-        started = time.perf_counter()
-        regions, full = self._take_regions(len(batch))
-        self._fail(batch[len(regions) :], full)
-        batch = batch[: len(regions)]
-        if not batch:
-            return
-        try:
-            self._write(batch, regions)
-        except Exception as error:  # anything but success is a failed write
-            self._fail(batch, error)
-            return
-        self._metrics.observe("write_seconds", time.perf_counter() - started)
-        self._metrics.add("written_chunks", len(batch))
-        self._metrics.add("written_bytes", sum(o.payload_bytes for _, o in batch))
-        for key, obj in batch:
-            obj.ref_count_down()
-            if on_complete is not None:
-                try:
-                    on_complete(key)
-                except Exception as error:
-                    logger.warning("The callback of %s failed: %s", key, error)
-        self._show_state()
-
-    def _fail(self, batch: _Batch, error: Exception | None) -> None:
-        if not batch:
-            return
-        logger.error("RDS batched write failed for %d keys: %s", len(batch), error)
-        self._metrics.add("write_failures", len(batch))
-        self._remember(error)
-        self._let_go(batch)
-        self._show_state()
-
-    def _take_regions(self, count: int) -> tuple[list[Region], Exception | None]:
-        """Take up to ``count`` regions, and the error that kept it from more."""
-        regions: list[Region] = []
-        try:
-            while len(regions) < count:
-                regions.append(self._regions.acquire(self._evict))
-        except Exception as error:
-            return regions, error
-        return regions, None
-
-    def _write(self, batch: _Batch, regions: list[Region]) -> None:
-        writes = [
-            Write(obj, region, key_digest(key.to_string()))
-            for (key, obj), region in zip(batch, regions, strict=True)
-        ]
-        try:
-            headers = self._write_evicting(writes)
-        except BaseException:
-            for region in regions:
-                # What it holds now is not known: the space goes back, not the region.
-                self._regions.discard(region)
-            raise
-        for (key, obj), region, header in zip(batch, regions, headers, strict=True):
-            entry = Entry(
-                region,
-                header,
-                list(obj.get_shapes()),
-                list(obj.get_dtypes()),
-                obj.meta.fmt,
-            )
-            self._index.publish(key, entry)
-
-    def _write_evicting(self, writes: list[Write]) -> list[ChunkHeader]:
-        """Write; while the NVMe is full, evict as much as was to be written."""
-        while True:
-            try:
-                return self._transfer.write(writes)
-            except RDSFullError:
-                victims = [self._index.evict() for _ in writes]
-                freed = [victim for victim in victims if victim is not None]
-                if not freed:
-                    raise
-                self._metrics.add("evicted_chunks", len(freed))
-                for victim in freed:
-                    self._regions.discard(victim.region)
-
-    def _evict(self) -> Region | None:
-        victim = self._index.evict()
-        if victim is None:
-            return None
-        self._metrics.add("evicted_chunks")
-        return victim.region
 
     # ---- lookup ---------------------------------------------------------------------
 
@@ -437,10 +325,10 @@ class RDSBackend(AllocatorBackendInterface):
             RDSError: Under ``rds_failure_policy: raise``, if the storage failed now or
                 in an overlapped write before.
         """
-        self._surface_failure()
-        objs = self._load(keys)
+        self._failures.surface()
+        objs = self._reader.load(keys)
         try:
-            self._surface_failure()
+            self._failures.surface()
         except RDSError:
             for obj in objs:
                 if obj is not None:
@@ -454,7 +342,7 @@ class RDSBackend(AllocatorBackendInterface):
         """Restore a chunk in the background; ``None`` if it is not stored."""
         if not self.contains(key):
             return None
-        return self._reader.submit(lambda: self._load([key])[0])
+        return self._threads.submit(lambda: self._reader.load([key])[0])
 
     async def batched_get_non_blocking(
         self,
@@ -471,75 +359,12 @@ class RDSBackend(AllocatorBackendInterface):
             The chunks before the first that could not be restored.
         """
         loop = asyncio.get_running_loop()
-        objs = await loop.run_in_executor(self._reader, self._load, keys)
+        objs = await loop.run_in_executor(self._threads, self._reader.load, keys)
         prefix = list(itertools.takewhile(lambda obj: obj is not None, objs))
         for obj in objs[len(prefix) :]:
             if obj is not None:
                 obj.ref_count_down()
         return cast("list[MemoryObj]", prefix)
-
-    def _load(self, keys: list[CacheEngineKey]) -> list[MemoryObj | None]:
-        taken: list[tuple[CacheEngineKey, Entry, Read]] = []
-        left = deadline_in(self.settings.wait_timeout)
-        for key in keys:
-            entry = self._index.begin_read(key)
-            if entry is None:
-                break  # LMCache uses nothing behind the first that is missing
-            obj = self._allocator.allocate_within(
-                entry.shapes, entry.dtypes, entry.fmt, left
-            )
-            if obj is None:
-                self._index.end_read(entry)
-                self._metrics.add("staging_failures")
-                logger.warning(
-                    "No RDS staging memory within %.1f s: %d of %d chunks restored; "
-                    "raise rds_buffer_size",
-                    self.settings.wait_timeout,
-                    len(taken),
-                    len(keys),
-                )
-                break
-            obj.layout = entry.header.layout
-            obj.block_size = entry.header.block_size
-            obj.payload_bytes = entry.header.payload_bytes
-            taken.append((key, entry, Read(obj, entry.region, entry.header)))
-        if taken:
-            self._read(taken)
-        result: list[MemoryObj | None] = [None] * len(keys)
-        for place, (_, _, read) in enumerate(taken):
-            if read.error is None:
-                result[place] = read.obj
-            else:
-                read.obj.ref_count_down()
-        self._show_state()
-        return result
-
-    def _read(self, taken: list[tuple[CacheEngineKey, Entry, Read]]) -> None:
-        started = time.perf_counter()
-        reads = [read for _, _, read in taken]
-        try:
-            self._transfer.read(reads)
-        finally:
-            for key, entry, read in taken:
-                if read.error is not None:
-                    # Before the read ends, so that its region is not used again first.
-                    self._drop_unreadable(key, entry, read)
-                self._index.end_read(entry)
-        self._metrics.observe("read_seconds", time.perf_counter() - started)
-        good = [read for read in reads if read.error is None]
-        self._metrics.add("read_chunks", len(good))
-        self._metrics.add("read_bytes", sum(r.header.payload_bytes for r in good))
-
-    def _drop_unreadable(self, key: CacheEngineKey, entry: Entry, read: Read) -> None:
-        self._index.remove(key, only=entry)
-        name = key.to_string()
-        if read.damaged:
-            self._metrics.add("rejected_chunks")
-            logger.error("RDS chunk %s is damaged and dropped: %s", name, read.error)
-        else:
-            self._metrics.add("read_failures")
-            logger.error("RDS read failed for %s: %s", name, read.error)
-            self._remember(RDSError(f"RDS read failed for {name}: {read.error}"))
 
     # ---- removal, end ---------------------------------------------------------------
 
@@ -566,36 +391,10 @@ class RDSBackend(AllocatorBackendInterface):
                 return
             self._closed = True
         self._allocator.close()
-        self._writer.shutdown(wait=False)
-        self._reader.shutdown(wait=False, cancel_futures=True)
-        deadline = time.monotonic() + _CLOSE_TIMEOUT_S
-        while self._pending_writes and time.monotonic() < deadline:
-            time.sleep(0.01)
-        if self._pending_writes:
-            logger.error(
-                "An RDS write has not ended within %.0f s; going on without it",
-                _CLOSE_TIMEOUT_S,
-            )
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._writer.close(_CLOSE_TIMEOUT_S)
         self._index.clear()
         self._regions.close()
-
-    # ---- failures, state ------------------------------------------------------------
-
-    def _remember(self, error: Exception | None) -> None:
-        if self.settings.failure_policy != "raise":
-            return
-        with self._lock:
-            self._failure = self._failure or (
-                error if isinstance(error, RDSError) else RDSError(str(error))
-            )
-
-    def _surface_failure(self) -> None:
-        if self.settings.failure_policy != "raise":
-            return
-        with self._lock:
-            failure, self._failure = self._failure, None
-        if failure is not None:
-            raise RDSError(f"rds_failure_policy is raise: {failure}") from failure
 
     def _show_state(self) -> None:
         self._metrics.set("chunks", len(self._index))

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Restores chunks, and forgets those that cannot be read or do not match."""
+
+# Standard
+from collections.abc import Callable
+import time
+
+# First Party
+from lmcache.logging import init_logger
+from lmcache.utils import CacheEngineKey
+from lmcache.v1.memory_management import MemoryObj
+
+# Local
+from .rds_device import RDSError
+from .rds_failures import Failures
+from .rds_index import ChunkIndex, Entry
+from .rds_metrics import RDSMetrics
+from .rds_staging import StagingAllocator, deadline_in
+from .rds_transfer import ChunkTransfer, Read
+
+logger = init_logger(__name__)
+
+
+class ChunkReader:
+    """Restores chunks in the caller's thread.
+
+    Args:
+        allocator: Staging memory.
+        index: Where the chunks are; forgets those that cannot be used.
+        transfer: Reads and verifies them.
+        metrics: Counts them.
+        failures: Learns of those that could not be read.
+        wait_timeout: Longest wait for staging memory, in seconds.
+        changed: Called when chunks or staging memory have changed.
+    """
+
+    def __init__(
+        self,
+        allocator: StagingAllocator,
+        index: ChunkIndex,
+        transfer: ChunkTransfer,
+        metrics: RDSMetrics,
+        failures: Failures,
+        wait_timeout: float,
+        changed: Callable[[], None],
+    ) -> None:
+        self._allocator = allocator
+        self._index = index
+        self._transfer = transfer
+        self._metrics = metrics
+        self._failures = failures
+        self._wait_timeout = wait_timeout
+        self._changed = changed
+
+    def load(self, keys: list[CacheEngineKey]) -> list[MemoryObj | None]:
+        """Restore chunks into staging memory; never raises for the storage.
+
+        Args:
+            keys: Keys in the order of a prompt.
+
+        Returns:
+            For each a verified chunk with one reference, or ``None``.
+        """
+        taken: list[tuple[CacheEngineKey, Entry, Read]] = []
+        left = deadline_in(self._wait_timeout)
+        for key in keys:
+            entry = self._index.begin_read(key)
+            if entry is None:
+                break  # LMCache uses nothing behind the first that is missing
+            obj = self._allocator.allocate_within(
+                entry.shapes, entry.dtypes, entry.fmt, left
+            )
+            if obj is None:
+                self._index.end_read(entry)
+                self._metrics.add("staging_failures")
+                logger.warning(
+                    "No RDS staging memory within %.1f s: %d of %d chunks restored; "
+                    "raise rds_buffer_size",
+                    self._wait_timeout,
+                    len(taken),
+                    len(keys),
+                )
+                break
+            obj.layout = entry.header.layout
+            obj.block_size = entry.header.block_size
+            obj.payload_bytes = entry.header.payload_bytes
+            taken.append((key, entry, Read(obj, entry.region, entry.header)))
+        if taken:
+            self._read(taken)
+        result: list[MemoryObj | None] = [None] * len(keys)
+        for place, (_, _, read) in enumerate(taken):
+            if read.error is None:
+                result[place] = read.obj
+            else:
+                read.obj.ref_count_down()
+        self._changed()
+        return result
+
+    def _read(self, taken: list[tuple[CacheEngineKey, Entry, Read]]) -> None:
+        started = time.perf_counter()
+        reads = [read for _, _, read in taken]
+        try:
+            self._transfer.read(reads)
+        finally:
+            for key, entry, read in taken:
+                if read.error is not None:
+                    # Before the read ends, so that its region is not used again first.
+                    self._drop_unreadable(key, entry, read)
+                self._index.end_read(entry)
+        self._metrics.observe("read_seconds", time.perf_counter() - started)
+        good = [read for read in reads if read.error is None]
+        self._metrics.add("read_chunks", len(good))
+        self._metrics.add("read_bytes", sum(r.header.payload_bytes for r in good))
+
+    def _drop_unreadable(self, key: CacheEngineKey, entry: Entry, read: Read) -> None:
+        self._index.remove(key, only=entry)
+        name = key.to_string()
+        if read.damaged:
+            self._metrics.add("rejected_chunks")
+            logger.error("RDS chunk %s is damaged and dropped: %s", name, read.error)
+        else:
+            self._metrics.add("read_failures")
+            logger.error("RDS read failed for %s: %s", name, read.error)
+            self._failures.remember(
+                RDSError(f"RDS read failed for {name}: {read.error}")
+            )
