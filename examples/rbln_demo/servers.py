@@ -53,10 +53,12 @@ class EngineConfig:
         block_size: Tokens per KV block.
         max_model_len: Longest prompt and answer together, in tokens.
         max_seqs: Requests computed at the same time.
-        num_blocks: KV blocks on the NPU.
+        num_blocks: KV blocks on the NPU; ``None`` leaves it to vLLM.
         max_batched_tokens: Prompt tokens computed in one step.
-        connector_module: Module that holds the connector class.
+        connector: Name of the connector class.
+        connector_module: Module that holds it; ``None`` for one that vLLM knows.
         connector_config: More entries for ``kv_connector_extra_config``.
+        prefix_caching: Whether vLLM keeps prefixes on the NPU too.
         extra_args: More arguments.
     """
 
@@ -64,10 +66,12 @@ class EngineConfig:
     block_size: int
     max_model_len: int
     max_seqs: int
-    num_blocks: int
+    num_blocks: int | None
     max_batched_tokens: int = 256
-    connector_module: str = CONNECTOR_MODULE
+    connector: str = CONNECTOR
+    connector_module: str | None = CONNECTOR_MODULE
     connector_config: Mapping[str, Any] = field(default_factory=dict)
+    prefix_caching: bool = False
     extra_args: tuple[str, ...] = ()
 
 
@@ -215,11 +219,12 @@ class CacheServer:
 
 
 class Engine:
-    """One ``vllm serve`` with its KV cache in an LMCache server.
+    """One ``vllm serve`` with its KV cache in LMCache.
 
     Args:
         config: Its settings.
-        cache_port: Port of the LMCache server on this host.
+        cache_port: Port of the LMCache server on this host; ``None`` for a connector
+            that has LMCache in process.
         env: Its environment.
         folder: Where its log goes, and its working directory.
         name: Name of the log file and in messages.
@@ -230,7 +235,7 @@ class Engine:
     def __init__(
         self,
         config: EngineConfig,
-        cache_port: int,
+        cache_port: int | None,
         env: Mapping[str, str],
         folder: Path,
         name: str = "vllm-serve",
@@ -244,16 +249,22 @@ class Engine:
 
     def _command(self) -> list[str]:
         config = self.config
-        transfer = {
-            "kv_connector": CONNECTOR,
-            "kv_role": "kv_both",
-            "kv_connector_module_path": config.connector_module,
-            "kv_connector_extra_config": {
+        extra = dict(config.connector_config)
+        if self._cache_port is not None:
+            address = {
                 "lmcache.mp.host": f"tcp://{HOST}",
                 "lmcache.mp.port": self._cache_port,
-                **config.connector_config,
-            },
+            }
+            extra = address | extra
+        transfer: dict[str, Any] = {
+            "kv_connector": config.connector,
+            "kv_role": "kv_both",
         }
+        if config.connector_module is not None:
+            transfer["kv_connector_module_path"] = config.connector_module
+        if extra:
+            transfer["kv_connector_extra_config"] = extra
+        blocks = ("--num-gpu-blocks-override", str(config.num_blocks))
         return [
             _program("vllm"),
             "serve",
@@ -266,9 +277,11 @@ class Engine:
             *("--max-model-len", str(config.max_model_len)),
             *("--max-num-seqs", str(config.max_seqs)),
             *("--max-num-batched-tokens", str(config.max_batched_tokens)),
-            *("--num-gpu-blocks-override", str(config.num_blocks)),
-            # Nothing may be restored from anywhere else than LMCache.
-            "--no-enable-prefix-caching",
+            *(blocks if config.num_blocks is not None else ()),
+            # Without it nothing is restored from anywhere else than LMCache.
+            "--enable-prefix-caching"
+            if config.prefix_caching
+            else "--no-enable-prefix-caching",
             "--enable-prompt-tokens-details",
             *("--kv-transfer-config", json.dumps(transfer)),
             *config.extra_args,

@@ -17,13 +17,14 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 USER_PAGE = ROOT / "docs/source/mp/rbln.rst"
+EXTENSION = ROOT / "lmcache-rbln"
 DOCUMENTS = [
     ROOT / "README.md",
     USER_PAGE,
     *sorted((ROOT / "docs/design").rglob("*.md")),
     *sorted((ROOT / "sim").glob("*.md")),
-    ROOT / "lmcache-rbln/README.md",
-    *sorted((ROOT / "lmcache-rbln/docs").glob("*.md")),
+    EXTENSION / "README.md",
+    *sorted((EXTENSION / "docs").glob("*.md")),
 ]
 TESTS = [
     ROOT / "tests",
@@ -67,7 +68,7 @@ def sources() -> str:
         ROOT / "dev",
         ROOT / "sim/src",
         ROOT / "sim/csrc",
-        ROOT / "lmcache-rbln/src",
+        EXTENSION / "src",
         *packages,
     ) + (ROOT / "setup.py").read_text(encoding="utf-8")
 
@@ -172,3 +173,21 @@ def test_every_message_to_look_up_is_one_that_a_test_has_seen() -> None:
     for message in messages:
         for part in message.split("..."):
             assert part.strip() in seen, f"no test has seen {part!r}"
+
+
+def test_every_message_of_the_extension_is_in_its_sources() -> None:
+    text = (EXTENSION / "README.md").read_text(encoding="utf-8")
+    table = text.split("## Troubleshooting\n", 1)[1]
+    messages = re.findall(r"(?m)^\| `(.+?)` \|", table)
+    assert len(messages) > 8
+    # Messages are put together from adjacent literals; the last one is vLLM's.
+    vllm = util.find_spec("vllm")
+    assert vllm is not None
+    assert vllm.submodule_search_locations is not None
+    theirs = Path(vllm.submodule_search_locations[0]) / "distributed/kv_transfer"
+    literals = re.sub(r'"\s*\n\s*f?"', "", text_of(EXTENSION / "src", theirs))
+    literals = literals.replace("{HASH_SEED}", "PYTHONHASHSEED")
+    literals = literals.replace("{connector_name}", "RBLNLMCacheConnectorV1")
+    for message in messages:
+        for part in message.split("..."):
+            assert part.strip() in literals, f"nothing says {part!r}"

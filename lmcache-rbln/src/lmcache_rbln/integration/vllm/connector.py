@@ -22,6 +22,7 @@ from lmcache.integration.vllm.lmcache_connector_v1 import LMCacheConnectorV1Dyna
 from lmcache.integration.vllm.vllm_v1_adapter import LMCacheConnectorMetadata
 from lmcache.logging import init_logger
 from lmcache_rbln.integration.vllm import service, startup_checks
+from lmcache_rbln.integration.vllm.recovery import UnloadedBlocks, roll_back
 from lmcache_rbln.settings import RECOMPUTE, Settings
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
     # First Party
@@ -45,9 +47,12 @@ class RBLNConnectorMetadata(LMCacheConnectorMetadata):
     Attributes:
         dropped_lookups: Requests that ended before they were scheduled; what their
             lookup pinned is to be released.
+        recovered_blocks: Blocks reported as not loaded, whose requests have been
+            rolled back.
     """
 
     dropped_lookups: list[str] = field(default_factory=list)
+    recovered_blocks: list[int] = field(default_factory=list)
 
 
 class RBLNLMCacheConnectorV1(LMCacheConnectorV1Dynamic):
@@ -81,6 +86,8 @@ class RBLNLMCacheConnectorV1(LMCacheConnectorV1Dynamic):
         self._paged_kv: RBLNPagedKVConnector | None = None
         #: Requests that ended between their lookup and their first step.
         self._dropped_lookups: list[str] = []
+        self._recovered_blocks: list[int] = []
+        self._unloaded = UnloadedBlocks(vllm_config.cache_config.block_size)
         if role == KVConnectorRole.SCHEDULER:
             if self._settings.load_failure_policy == RECOMPUTE:
                 # vLLM reads it from here once the scheduler has its connector.
@@ -188,11 +195,33 @@ class RBLNLMCacheConnectorV1(LMCacheConnectorV1Dynamic):
             kwargs: Passed on.
         """
         metadata = self._get_connector_metadata()
+        assert isinstance(metadata, RBLNConnectorMetadata)
         engine = self._lmcache_engine.lmcache_engine
-        if isinstance(metadata, RBLNConnectorMetadata) and engine is not None:
+        if engine is not None:
             for request_id in metadata.dropped_lookups:
                 engine.lookup_unpin(request_id)
+        self._unloaded.clear(metadata.recovered_blocks)
         super().start_load_kv(forward_context, **kwargs)
+        self._unloaded.add(self._lmcache_engine._invalid_block_ids)
+
+    def wait_for_save(self) -> None:
+        """Store this step's chunks, except those that a failed load spoilt."""
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, RBLNConnectorMetadata)
+        engine = self._lmcache_engine.lmcache_engine
+        sound = []
+        for request in metadata.requests:
+            if engine is None or not self._unloaded.touches(request):
+                sound.append(request)
+                continue
+            logger.warning(
+                "[req_id=%s] KV not stored: it was computed on KV that could not be "
+                "loaded, and will be computed again",
+                request.req_id,
+            )
+            engine.lookup_unpin(request.req_id)
+        metadata.requests = sound
+        super().wait_for_save()
 
     # ==============================
     # Scheduler-side methods
@@ -211,7 +240,25 @@ class RBLNLMCacheConnectorV1(LMCacheConnectorV1Dynamic):
         metadata = super().build_connector_meta(scheduler_output)
         assert isinstance(metadata, LMCacheConnectorMetadata)
         dropped, self._dropped_lookups = self._dropped_lookups, []
-        return RBLNConnectorMetadata(metadata.requests, dropped)
+        recovered, self._recovered_blocks = self._recovered_blocks, []
+        return RBLNConnectorMetadata(metadata.requests, dropped, recovered)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Take the workers' report of one step.
+
+        Args:
+            connector_output: Names the blocks that could not be loaded.
+        """
+        invalid = connector_output.invalid_block_ids
+        if invalid and self._settings.load_failure_policy == RECOMPUTE:
+            roll_back(
+                self._lmcache_engine._unfinished_requests,
+                self._lmcache_engine._request_trackers,
+                invalid,
+                self._lmcache_engine._block_size,
+                getattr(self, "_kv_cache_manager", None),
+            )
+            self._recovered_blocks += invalid
 
     def request_finished(
         self, request: Request, block_ids: list[int]

@@ -55,8 +55,12 @@ def engine_config(vllm_config: VllmConfig) -> LMCacheEngineConfig:
         name = key.removeprefix(_LMCACHE_PREFIX)
         if name != key and hasattr(config, name):
             validate_and_set_config_value(config, name, value)
-    # Every rank stores and loads its own copy.
+    # Every rank stores and loads its own copy, so a hit is what all of them have.
     config.extra_config = {SAVE_ONLY_FIRST_RANK: False, **(config.extra_config or {})}
+    if not config.lookup_server_worker_ids:
+        config.lookup_server_worker_ids = list(
+            range(vllm_config.parallel_config.world_size)
+        )
     return config
 
 

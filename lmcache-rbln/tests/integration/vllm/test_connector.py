@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starting the connector: refusals come before anything else, in both roles."""
+
+# Future
+from __future__ import annotations
+
+# Standard
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+import logging
+
+# Third Party
+import pytest
+
+pytestmark = pytest.mark.npu
+ROLES = pytest.mark.parametrize("role", ["SCHEDULER", "WORKER"])
+
+
+def vllm_config(extra: dict[str, Any] | None = None) -> Any:
+    return SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(
+            kv_connector_extra_config=extra or {},
+            kv_load_failure_policy="fail",
+        ),
+        cache_config=SimpleNamespace(block_size=128),
+        parallel_config=SimpleNamespace(world_size=1),
+    )
+
+
+@pytest.fixture(autouse=True)
+def lmcache_config(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A configuration of the test's own instead of the process's one."""
+    # First Party
+    from lmcache.v1.config import LMCacheEngineConfig
+    from lmcache_rbln.integration.vllm import service
+
+    config = LMCacheEngineConfig.from_defaults(chunk_size=256)
+    monkeypatch.setattr(service, "lmcache_get_or_create_config", lambda: config)
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    yield config
+
+
+def construct(role: str, config: Any) -> Any:
+    # Third Party
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+    # First Party
+    from lmcache_rbln.integration.vllm.connector import RBLNLMCacheConnectorV1
+
+    return RBLNLMCacheConnectorV1(config, KVConnectorRole[role], None)
+
+
+@ROLES
+@pytest.mark.parametrize("seed", [None, "", "random"])
+def test_hash_seed(
+    role: str, seed: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if seed is None:
+        monkeypatch.delenv("PYTHONHASHSEED")
+    else:
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+    with pytest.raises(RuntimeError, match="export PYTHONHASHSEED=0"):
+        construct(role, vllm_config())
+
+
+@ROLES
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"lmcache.use_layerwise": True}, "LMCACHE_USE_LAYERWISE=False"),
+        ({"lmcache.enable_blending": "true"}, "LMCACHE_ENABLE_BLENDING=False"),
+        ({"lmcache.chunk_size": 100}, "LMCACHE_CHUNK_SIZE=128"),
+        ({"lmcache_rbln.allow_degraded": "perhaps"}, "wants true or false"),
+        ({"lmcache_rbln.degraded": True}, "did you mean lmcache_rbln.allow_degraded"),
+    ],
+)
+def test_settings(role: str, extra: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        construct(role, vllm_config(extra))
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_an_engine_that_cannot_be_made(
+    allowed: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It stops the worker, or is said at WARNING; then LMCache goes on without it."""
+    # First Party
+    from lmcache_rbln.integration.vllm import connector, service
+
+    def fail(*_: Any) -> None:
+        raise OSError("no memory for the CPU tier")
+
+    class StockReachedError(Exception):
+        pass
+
+    def stock(*_: Any, **__: Any) -> None:
+        raise StockReachedError
+
+    monkeypatch.setattr(service, "create_engine", fail)
+    monkeypatch.setattr(connector.LMCacheConnectorV1Dynamic, "__init__", stock)
+    monkeypatch.setattr(connector.logger, "propagate", True)
+    extra = {"lmcache_rbln.allow_degraded": allowed}
+    wanted: type[Exception] = StockReachedError if allowed else OSError
+    with caplog.at_level(logging.WARNING), pytest.raises(wanted):
+        construct("WORKER", vllm_config(extra))
+    said = [
+        record
+        for record in caplog.records
+        if "everything is recomputed" in record.getMessage()
+    ]
+    assert len(said) == allowed
+    if allowed:
+        assert said[0].levelno == logging.WARNING
+        assert "no memory for the CPU tier" in said[0].getMessage()
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_the_scheduler_recomputes_unless_told_otherwise(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # First Party
+    from lmcache_rbln.integration.vllm import connector
+
+    class StockReachedError(Exception):
+        pass
+
+    def stock(*_: Any, **__: Any) -> None:
+        raise StockReachedError
+
+    monkeypatch.setattr(connector.LMCacheConnectorV1Dynamic, "__init__", stock)
+    extra = (
+        {} if policy == "recompute" else {"lmcache_rbln.load_failure_policy": "fail"}
+    )
+    config = vllm_config(extra)
+    with pytest.raises(StockReachedError):
+        construct("SCHEDULER", config)
+    assert config.kv_transfer_config.kv_load_failure_policy == policy
+
+
+@pytest.mark.parametrize("given", [None, [0]])
+def test_every_rank_keeps_and_looks_up_its_own_chunks(
+    given: list[int] | None, lmcache_config: Any
+) -> None:
+    # First Party
+    from lmcache_rbln.integration.vllm import service
+
+    lmcache_config.lookup_server_worker_ids = given
+    config = vllm_config()
+    config.parallel_config.world_size = 2
+    made = service.engine_config(config)
+    assert made is lmcache_config
+    assert made.extra_config == {"save_only_first_rank": False}
+    assert made.lookup_server_worker_ids == (given or [0, 1])
+
+
+class Manager:
+    """LMCache's manager, as far as the connector asks it."""
+
+    def __init__(self, healthy: bool, backends: list[str]) -> None:
+        # First Party
+        from lmcache.v1.config import LMCacheEngineConfig
+
+        self._healthy = healthy
+        self._init_failed_reason = "" if healthy else "KeyError: LocalCPUBackend"
+        self.lmcache_engine = SimpleNamespace(
+            config=LMCacheEngineConfig.from_defaults(storage_plugins=["Plugin"]),
+            storage_manager=SimpleNamespace(storage_backends=dict.fromkeys(backends)),
+        )
+
+    def is_healthy(self) -> bool:
+        return self._healthy
+
+
+def connector_over(manager: Manager, allow_degraded: bool) -> Any:
+    # First Party
+    from lmcache_rbln.integration.vllm.connector import RBLNLMCacheConnectorV1
+    from lmcache_rbln.settings import Settings
+
+    made = RBLNLMCacheConnectorV1.__new__(RBLNLMCacheConnectorV1)
+    made._settings = Settings(allow_degraded=allow_degraded)
+    closed: list[bool] = []
+    engine: Any = SimpleNamespace(
+        _manager=manager, shutdown=lambda: closed.append(True), closed=closed
+    )
+    made._lmcache_engine = engine
+    return made
+
+
+@pytest.mark.parametrize(
+    ("manager", "reason"),
+    [
+        ((False, ["Plugin"]), "KeyError: LocalCPUBackend"),
+        ((True, ["LocalCPUBackend"]), "storage backend Plugin is configured"),
+    ],
+)
+def test_recompute_mode_stops_or_is_said(
+    manager: tuple[bool, list[str]],
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    # First Party
+    from lmcache_rbln.integration.vllm import connector
+
+    refused = connector_over(Manager(*manager), False)
+    with pytest.raises(RuntimeError, match=f"{reason}.*allow_degraded"):
+        refused._require_healthy()
+    assert refused._lmcache_engine.closed, "its threads would keep the process alive"
+
+    monkeypatch.setattr(connector.logger, "propagate", True)
+    allowed = connector_over(Manager(*manager), True)
+    with caplog.at_level(logging.WARNING):
+        allowed._require_healthy()
+    assert reason in caplog.text
+    assert "everything is recomputed" in caplog.text
+    assert not allowed._lmcache_engine.closed
+
+
+def test_a_healthy_start_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    made = connector_over(Manager(True, ["Plugin"]), False)
+    with caplog.at_level(logging.WARNING):
+        made._require_healthy()
+    assert not caplog.records

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our classes against the installed base classes: names, arguments, abstractness."""
+
+# Future
+from __future__ import annotations
+
+# Standard
+from typing import Any
+import inspect
+
+# Third Party
+import pytest
+
+pytestmark = pytest.mark.npu
+
+_POSITIONAL = (
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+)
+
+
+def classes() -> list[tuple[type, type]]:
+    # Third Party
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    # First Party
+    from lmcache.integration.vllm.lmcache_connector_v1 import LMCacheConnectorV1Dynamic
+    from lmcache.v1.gpu_connector.gpu_connectors import GPUConnectorInterface
+    from lmcache_rbln.integration.vllm.connector import RBLNLMCacheConnectorV1
+    from lmcache_rbln.paged_kv import RBLNPagedKVConnector
+
+    return [
+        (RBLNLMCacheConnectorV1, KVConnectorBase_V1),
+        (RBLNLMCacheConnectorV1, LMCacheConnectorV1Dynamic),
+        (RBLNPagedKVConnector, GPUConnectorInterface),
+    ]
+
+
+def arguments(function: Any) -> tuple[list[str], bool]:
+    """Names of the positional arguments, and whether any keyword is taken."""
+    parameters = inspect.signature(function).parameters.values()
+    names = [p.name for p in parameters if p.kind in _POSITIONAL]
+    return names, any(p.kind == inspect.Parameter.VAR_KEYWORD for p in parameters)
+
+
+def test_nothing_is_abstract() -> None:
+    for ours, _ in classes():
+        assert not inspect.isabstract(ours)
+
+
+def test_every_method_takes_what_the_base_classes_give() -> None:
+    compared = []
+    for ours, base in classes():
+        for name, theirs in inspect.getmembers(base, inspect.isfunction):
+            if name.startswith("_") and name != "__init__":
+                continue
+            mine = getattr(ours, name)
+            if mine is theirs or name == "__init__" and base.__name__.startswith("GPU"):
+                continue
+            wanted, any_keyword = arguments(theirs)
+            got, takes_any = arguments(mine)
+            assert got == wanted, f"{ours.__name__}.{name}"
+            assert takes_any >= any_keyword, f"{ours.__name__}.{name}"
+            compared.append(name)
+    assert {"register_kv_caches", "batched_to_gpu", "__init__"} <= set(compared)
+
+
+def test_no_method_is_ours_alone_but_those_that_vllm_rbln_asks_for() -> None:
+    for ours, base in classes():
+        theirs = set(dir(base))
+        if base.__name__ == "LMCacheConnectorV1Dynamic":
+            theirs |= {"finalize_kv_cache_registration"}
+        if base.__name__ != "KVConnectorBase_V1":
+            public = {n for n in vars(ours) if not n.startswith("_")}
+            assert public - theirs <= {"register"}
+
+
+def test_vllm_rbln_finds_its_hook_and_the_class() -> None:
+    # Third Party
+    from vllm_rbln.distributed.kv_transfer.kv_connector.v1.rbln_lmcache_connector import (  # noqa: E501
+        RBLNLMCacheConnectorV1,
+    )
+    from vllm_rbln.distributed.kv_transfer.kv_connector.v1.utils import (
+        SupportsKVCacheRegistrationFinalize,
+    )
+
+    # First Party
+    from lmcache_rbln.integration.vllm import connector
+
+    assert RBLNLMCacheConnectorV1 is connector.RBLNLMCacheConnectorV1
+    assert issubclass(RBLNLMCacheConnectorV1, SupportsKVCacheRegistrationFinalize)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["_manager", "_invalid_block_ids", "_request_trackers", "_unfinished_requests"]
+    + ["_requests_priority", "load_specs", "kv_caches", "device", "_block_size"],
+)
+def test_what_we_use_of_lmcache_s_adapter_is_there(name: str) -> None:
+    # First Party
+    from lmcache.integration.vllm.vllm_v1_adapter import LMCacheConnectorV1Impl
+
+    assert f"self.{name}" in inspect.getsource(LMCacheConnectorV1Impl)
+
+
+def test_what_we_use_of_vllm_s_requests_is_there() -> None:
+    # Third Party
+    from vllm.v1.request import Request
+
+    source = inspect.getsource(Request.__init__)
+    for name in (
+        "num_computed_tokens",
+        "num_stale_output_tokens",
+        "num_in_flight_tokens",
+        "drop_stale_output",
+        "num_output_placeholders",
+        "spec_token_ids",
+    ):
+        assert f"self.{name}" in source

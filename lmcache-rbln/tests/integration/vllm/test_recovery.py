@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rolling back after a load that failed."""
+
+# Future
+from __future__ import annotations
+
+# Standard
+from types import SimpleNamespace
+from typing import Any
+
+# Third Party
+import pytest
+import torch
+
+pytestmark = pytest.mark.npu
+
+
+class Blocks:
+    def __init__(self) -> None:
+        self.evicted: set[int] = set()
+
+    def evict_blocks(self, blocks: set[int]) -> None:
+        self.evicted |= blocks
+
+
+def request(status: str = "RUNNING", computed: int = 41, in_flight: int = 1) -> Any:
+    # Third Party
+    from vllm.v1.request import RequestStatus
+
+    return SimpleNamespace(
+        status=RequestStatus[status],
+        num_computed_tokens=computed,
+        num_in_flight_tokens=in_flight,
+        num_stale_output_tokens=0,
+        drop_stale_output=False,
+        num_output_placeholders=in_flight,
+        spec_token_ids=[-1],
+    )
+
+
+def rolled_back(
+    requests: dict[str, Any], blocks: dict[str, list[int]], invalid: set[int]
+) -> set[int]:
+    # First Party
+    from lmcache_rbln.integration.vllm.recovery import roll_back
+
+    pool: Any = Blocks()
+    trackers: Any = {
+        name: SimpleNamespace(allocated_block_ids=ids) for name, ids in blocks.items()
+    }
+    roll_back(requests, trackers, invalid, 10, pool)
+    return pool.evicted
+
+
+def test_a_request_is_computed_again_from_its_first_unloaded_block() -> None:
+    one = request()
+    assert rolled_back({"r": one}, {"r": [7, 5, 3, 9]}, {3, 9}) == {3, 9}
+    assert one.num_computed_tokens == 20
+    assert one.num_stale_output_tokens == 1
+    assert one.drop_stale_output
+    assert one.num_output_placeholders == 0
+    assert one.spec_token_ids == []
+
+
+def test_one_that_shares_the_block_is_too() -> None:
+    first, second = request(), request(computed=35, in_flight=3)
+    blocks = {"a": [7, 5], "b": [7, 5, 8]}
+    assert rolled_back({"a": first, "b": second}, blocks, {5}) == {5, 8}
+    assert (first.num_computed_tokens, second.num_computed_tokens) == (10, 10)
+    assert second.num_stale_output_tokens == 3
+
+
+def test_what_was_not_computed_is_not_called_computed() -> None:
+    one = request(computed=0, in_flight=0)
+    rolled_back({"r": one}, {"r": [7, 5]}, {5})
+    assert one.num_computed_tokens == 0
+
+
+@pytest.mark.parametrize("status", ["WAITING", "PREEMPTED", "FINISHED_ABORTED"])
+def test_others_are_left_alone(status: str) -> None:
+    other, untouched = request(status), request()
+    blocks = {"a": [5], "b": [6], "gone": [5]}
+    assert rolled_back({"a": other, "b": untouched}, blocks, {5}) == set()
+    assert vars(other) == vars(request(status))
+    assert vars(untouched) == vars(request())
+
+
+def test_blocks_stay_unloaded_until_the_scheduler_knows() -> None:
+    # First Party
+    from lmcache_rbln.integration.vllm.recovery import UnloadedBlocks
+
+    unloaded = UnloadedBlocks(10)
+    spoilt: Any = SimpleNamespace(slot_mapping=torch.arange(30, 50))
+    sound: Any = SimpleNamespace(slot_mapping=torch.arange(0, 30))
+    assert not unloaded.touches(spoilt)
+    unloaded.add({4, 6})
+    assert unloaded.touches(spoilt)
+    assert not unloaded.touches(sound)
+    unloaded.clear([6])
+    assert unloaded.touches(spoilt)
+    unloaded.clear([4])
+    assert not unloaded.touches(spoilt)

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A transfer that fails is a miss, and nothing leaks."""
+
+# Future
+from __future__ import annotations
+
+# Standard
+from types import SimpleNamespace
+from typing import Any
+
+# Third Party
+import pytest
+import torch
+
+pytestmark = pytest.mark.npu
+
+
+class Obj:
+    """A memory object's references and pins."""
+
+    def __init__(self) -> None:
+        self.references = 1
+        self.is_pinned = True
+
+    def ref_count_down(self) -> None:
+        self.references -= 1
+
+    def unpin(self) -> None:
+        self.is_pinned = False
+
+
+def engine_with(result: Any, async_loading: bool = False) -> Any:
+    # First Party
+    from lmcache_rbln.integration.vllm import service
+
+    def call(*_: Any, **__: Any) -> Any:
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    engine: Any = SimpleNamespace(
+        store=call, retrieve=call, async_loading=async_loading
+    )
+    service._miss_instead_of_raise(engine)
+    return engine
+
+
+@pytest.mark.parametrize("async_loading", [False, True])
+def test_a_failed_load_is_a_miss(async_loading: bool) -> None:
+    # First Party
+    from lmcache_rbln.paged_kv import TransferFailedError
+
+    objects: list[Any] = [Obj(), Obj()]
+    error = TransferFailedError("device lost", objects)
+    engine = engine_with(error, async_loading)
+    mask = engine.retrieve([1, 2, 3], None, req_id="r")
+    assert mask.tolist() == [False] * 3
+    assert [obj.references for obj in objects] == [0, 0]
+    # A blocking load leaves the pins to the lookup that took them.
+    assert [obj.is_pinned for obj in objects] == [not async_loading] * 2
+
+
+def test_a_failed_store_keeps_nothing() -> None:
+    # First Party
+    from lmcache_rbln.paged_kv import TransferFailedError
+
+    objects: list[Any] = [Obj()]
+    engine_with(TransferFailedError("device lost", objects)).store([1], req_id="r")
+    assert objects[0].references == 0
+    assert objects[0].is_pinned
+
+
+def test_what_succeeds_is_passed_on() -> None:
+    mask = torch.ones(3, dtype=torch.bool)
+    assert engine_with(mask).retrieve([1, 2, 3], None) is mask
+
+
+def test_other_errors_are_passed_on() -> None:
+    engine = engine_with(KeyError("bug"))
+    with pytest.raises(KeyError, match="bug"):
+        engine.retrieve([1], None)
+    with pytest.raises(KeyError, match="bug"):
+        engine.store([1])
