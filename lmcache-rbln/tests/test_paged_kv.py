@@ -25,9 +25,11 @@ import pytest
 import torch
 
 # First Party
+from benchmarks._stock import load_ops
 from lmcache.v1.memory_allocators.ad_hoc_memory_allocator import AdHocMemoryAllocator
 from lmcache.v1.memory_management import MemoryFormat, MemoryObj
 from lmcache.v1.metadata import LMCacheMetadata
+from lmcache_rbln import paged_kv
 from lmcache_rbln.paged_kv import (
     ChunkBlocks,
     PagedKV,
@@ -177,7 +179,6 @@ def check(
     assert_same_bytes(cache.chunks(loaded), given_chunks)
 
 
-@pytest.mark.deferred
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("blocks_per_chunk", [1, 2, 3])
 @pytest.mark.parametrize(
@@ -386,3 +387,14 @@ def test_memory_objects_on_the_device_without_a_transfer_for_them() -> None:
     cache = Cache("blocks_first")
     with pytest.raises(TransferFailedError, match="without a storage backend"):
         cache.store([on_device(cache, 8)], [7, 0], 8, 0)
+
+
+@pytest.mark.parametrize("layout", ["kv_first", "mla"])
+@pytest.mark.parametrize(("tokens", "cached"), [(24, 0), (24, 8)])
+def test_over_the_operations_of_stock_lmcache(
+    layout: Layout, tokens: int, cached: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its public operations are the same; they know two layouts and whole chunks."""
+    stock = load_ops()
+    monkeypatch.setattr(paged_kv, "resolve_device_ops", lambda _: stock)
+    check(Cache(layout), [7, 0, 3, 8, 2, 5], tokens, 0, cached)

@@ -39,3 +39,19 @@ def test_a_tier_that_cannot_be_made(
         refused.stop()
     assert "LMCache could not start: storage backend Broken is" in refused.log()
     assert "lmcache_rbln.allow_degraded" in refused.log()
+
+
+def test_a_start_that_fails_behind_the_registration(
+    runtime: Runtime, tmp_path: Path, engines: EnginePool
+) -> None:
+    """vLLM shuts no connector down then; the engine must end all the same."""
+    engines.stop()
+    config = replace(CONFIGS["small"], name="failed", probe=False)
+    failed = InProcessEngine(config, runtime, tmp_path, {"VLLM_RBLN_COMPILE_ONLY": "1"})
+    try:
+        with pytest.raises(ServerFailedError, match="ended with status"):
+            failed.start()
+    finally:
+        failed.stop()
+    assert "KV cache on rbln:0" in failed.log()
+    assert "mode='compile_only'" in failed.log()

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 import logging
+import threading
 
 # Third Party
 import pytest
@@ -179,6 +180,7 @@ def connector_over(manager: Manager, allow_degraded: bool) -> Any:
 
     made = RBLNLMCacheConnectorV1.__new__(RBLNLMCacheConnectorV1)
     made._settings = Settings(allow_degraded=allow_degraded)
+    made._shutdown_once = threading.Lock()
     closed: list[bool] = []
     engine: Any = SimpleNamespace(
         _manager=manager, shutdown=lambda: closed.append(True), closed=closed

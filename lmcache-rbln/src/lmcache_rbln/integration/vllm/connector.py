@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 import os
+import threading
 
 # Third Party
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -88,6 +89,7 @@ class RBLNLMCacheConnectorV1(LMCacheConnectorV1Dynamic):
         self._dropped_lookups: list[str] = []
         self._recovered_blocks: list[int] = []
         self._unloaded = UnloadedBlocks(vllm_config.cache_config.block_size)
+        self._shutdown_once = threading.Lock()
         if role == KVConnectorRole.SCHEDULER:
             if self._settings.load_failure_policy == RECOMPUTE:
                 # vLLM reads it from here once the scheduler has its connector.
@@ -172,8 +174,22 @@ class RBLNLMCacheConnectorV1(LMCacheConnectorV1Dynamic):
         if self._lmcache_engine.kv_caches:
             self._lmcache_engine.kv_caches = kv_caches
             return
+        # vLLM does not shut the connector down if start-up fails behind this, and
+        # LMCache's threads would keep the process from ending.
+        threading.Thread(
+            target=self._shutdown_after_main, name="lmcache-rbln-exit", daemon=True
+        ).start()
         super().register_kv_caches(kv_caches)
         self._require_healthy()
+
+    def _shutdown_after_main(self) -> None:
+        threading.main_thread().join()
+        self.shutdown()
+
+    def shutdown(self) -> None:
+        """Stop LMCache; a second call does nothing."""
+        if self._shutdown_once.acquire(blocking=False):
+            super().shutdown()
 
     def finalize_kv_cache_registration(self) -> None:
         """Confirm the registration once warm-up has run.
