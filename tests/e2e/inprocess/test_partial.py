@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MLA with chunks of any length, beside the NPU's own cache; no warm-up."""
+"""MLA with chunks that are not full, beside the NPU's own cache; no warm-up."""
 
 # Third Party
 import pytest
@@ -9,6 +9,7 @@ from tests.e2e.inprocess.engines import EnginePool, InProcessEngine
 
 CHUNK = 256
 BLOCK = 128
+SUB_BLOCK = 64  # tokens computed in one step
 LOCAL_HITS = "vllm:prefix_cache_hits_total"
 
 
@@ -28,8 +29,8 @@ def test_registered_but_never_finalized(engine: InProcessEngine) -> None:
     assert "KV cache registration is final" not in engine.log()
 
 
-@pytest.mark.parametrize("tokens", [CHUNK + 40, CHUNK + BLOCK, CHUNK + BLOCK + 100])
-def test_a_partial_last_chunk(engine: InProcessEngine, tokens: int) -> None:
+@pytest.mark.parametrize("tokens", [40, BLOCK, CHUNK - 6])
+def test_a_prompt_shorter_than_a_chunk(engine: InProcessEngine, tokens: int) -> None:
     prompt = engine.prompt(tokens, ("partial", tokens))
     [cold] = engine.ask(prompt)
     fill_npu_cache(engine, ("fill", tokens))
@@ -40,17 +41,17 @@ def test_a_partial_last_chunk(engine: InProcessEngine, tokens: int) -> None:
     assert engine.hits() - before == tokens - 1
 
 
-def test_a_sub_block_match_cancels_the_load(engine: InProcessEngine) -> None:
-    """LMCache offers 100 tokens of a block, the NPU 64 or more of another request's."""
-    prompt = engine.prompt(100, "tie")
+def test_the_larger_of_sub_block_match_and_lmcache_is_taken(
+    engine: InProcessEngine,
+) -> None:
+    """The NPU offers 64 tokens of another request's block, LMCache all but one."""
+    prompt = engine.prompt(100, "larger")
     [cold] = engine.ask(prompt)
-    fill_npu_cache(engine, "tie")
-    longer = engine.prompt(0, "") + prompt + engine.prompt(20, "tail")
-    engine.ask(longer)
+    fill_npu_cache(engine, "larger")
+    engine.ask(prompt[:SUB_BLOCK] + engine.prompt(30, "tail"))
     before, local = engine.hits(), engine.count(LOCAL_HITS)
-    [warm] = engine.ask([*prompt[:64], *engine.prompt(90, "another tail")])
-    assert warm.cached_tokens == (engine.hits() - before) + (
-        engine.count(LOCAL_HITS) - local
-    )
-    [again] = engine.ask(prompt)
-    assert again.token_ids == cold.token_ids
+    [warm] = engine.ask(prompt)
+    assert warm.token_ids == cold.token_ids
+    assert engine.hits() - before == 99
+    assert engine.count(LOCAL_HITS) == local
+    assert warm.cached_tokens == 99

@@ -13,6 +13,7 @@ import threading
 
 # Third Party
 import pytest
+import torch
 
 pytestmark = pytest.mark.npu
 ROLES = pytest.mark.parametrize("role", ["SCHEDULER", "WORKER"])
@@ -167,6 +168,10 @@ class Manager:
         self.lmcache_engine = SimpleNamespace(
             config=LMCacheEngineConfig.from_defaults(storage_plugins=["Plugin"]),
             storage_manager=SimpleNamespace(storage_backends=dict.fromkeys(backends)),
+            metadata=SimpleNamespace(
+                get_shapes=lambda: [torch.Size([2, 2, 4, 8])],
+                get_dtypes=lambda: [torch.float16],
+            ),
         )
 
     def is_healthy(self) -> bool:

@@ -93,13 +93,18 @@ def test_another_device() -> None:
         ({"local_cpu": False}, ["LocalCPUBackend"], "no storage tier is on"),
         ({"storage_plugins": ["P"]}, ["LocalCPUBackend"], "storage backend P"),
         ({"remote_storage_plugins": ["r"]}, [], "storage backend RemoteBackend-r"),
+        (
+            {"max_local_cpu_size": 2**-20},
+            ["LocalCPUBackend"],
+            "has 1024 bytes, wanted 4096 for one chunk",
+        ),
     ],
 )
 def test_tiers_that_are_missing(
     settings: dict[str, Any], backends: list[str], message: str
 ) -> None:
     (missing,) = startup_checks.missing_tiers(
-        config(**settings), dict.fromkeys(backends)
+        config(**settings), dict.fromkeys(backends), 4096
     )
     assert message in missing
 
@@ -113,4 +118,5 @@ def test_tiers_that_are_missing(
     ],
 )
 def test_tiers_that_are_there(settings: dict[str, Any], backends: list[str]) -> None:
-    assert not startup_checks.missing_tiers(config(**settings), dict.fromkeys(backends))
+    there = dict.fromkeys(backends)
+    assert not startup_checks.missing_tiers(config(**settings), there, 4096)

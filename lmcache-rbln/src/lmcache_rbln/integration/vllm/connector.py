@@ -118,8 +118,13 @@ class RBLNLMCacheConnectorV1(LMCacheConnectorV1Dynamic):
             problems.append(manager._init_failed_reason or "LMCache is not healthy")
         engine = manager.lmcache_engine
         if engine is not None and engine.storage_manager is not None:
+            sizes = zip(
+                engine.metadata.get_shapes(), engine.metadata.get_dtypes(), strict=True
+            )
             problems += startup_checks.missing_tiers(
-                engine.config, engine.storage_manager.storage_backends
+                engine.config,
+                engine.storage_manager.storage_backends,
+                sum(shape.numel() * dtype.itemsize for shape, dtype in sizes),
             )
         if not problems:
             return

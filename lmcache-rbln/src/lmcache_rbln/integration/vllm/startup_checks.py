@@ -114,13 +114,14 @@ def require_rbln(device_type: str) -> None:
 
 
 def missing_tiers(
-    config: LMCacheEngineConfig, backends: Mapping[str, object]
+    config: LMCacheEngineConfig, backends: Mapping[str, object], chunk_bytes: int
 ) -> list[str]:
-    """Return the storage tiers that the settings name and LMCache does not have.
+    """Return the storage tiers that the settings name and LMCache can't use.
 
     Args:
         config: LMCache's configuration.
         backends: Its storage backends by name.
+        chunk_bytes: Size of a whole chunk.
 
     Returns:
         One sentence for each, empty if all is well.
@@ -139,5 +140,11 @@ def missing_tiers(
             "no storage tier is on, so nothing would ever be kept; set "
             "LMCACHE_LOCAL_CPU=True and LMCACHE_MAX_LOCAL_CPU_SIZE, or configure "
             "another tier"
+        )
+    cpu_bytes = int(config.max_local_cpu_size * 2**30)
+    if "LocalCPUBackend" in backends and cpu_bytes < chunk_bytes:
+        missing.append(
+            f"the CPU tier has {cpu_bytes} bytes, wanted {chunk_bytes} for one chunk; "
+            f"set LMCACHE_MAX_LOCAL_CPU_SIZE (GiB) to {chunk_bytes / 2**30:.4f} or more"
         )
     return missing
