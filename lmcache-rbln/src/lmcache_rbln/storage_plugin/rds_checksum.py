@@ -17,7 +17,7 @@ import threading
 import torch
 import xxhash
 
-TILE_BYTES = 4 << 20
+TILE_BYTES = 2 << 20
 #: Threads that hash at the same time; more would wait for the link anyway.
 MAX_HASHERS = 3
 
