@@ -23,6 +23,9 @@ from lmcache.v1.platform.devices.rbln.staging import StagingPool
 
 logger = init_logger(__name__)
 
+#: Parts of one buffer that need no second one.
+_ENOUGH_PARTS = 4
+
 
 class Staged:
     """A part of a staging buffer, with the moves that are copied into or out of it.
@@ -79,9 +82,11 @@ class Ring:
 
     def __enter__(self) -> Ring:
         with ExitStack() as borrowing:
-            pool = _pool()
-            self.buffers = borrowing.enter_context(pool.ring(staging.RING_BUFFERS))
-            self._loans.append((pool, self.buffers))
+            self._pool = _pool()
+            self.buffers = borrowing.enter_context(
+                self._pool.ring(staging.RING_BUFFERS)
+            )
+            self._loans.append((self._pool, self.buffers))
             if self.asynchronous:
                 self._stream = torch_rbln().current_stream(self._device)
             self.divide(staging.BUFFER_BYTES)
@@ -89,16 +94,23 @@ class Ring:
         return self
 
     def divide(self, part_bytes: int) -> None:
-        """Stage in parts of the buffers from now on; nothing is in flight yet.
+        """Stage in parts of one buffer from now on; nothing is in flight yet.
+
+        Four parts keep the copies busy, so other buffers go back to whoever waits.
 
         Args:
             part_bytes: Bytes of a part, at most those of a buffer.
         """
+        parts = staging.BUFFER_BYTES // part_bytes
+        if parts >= _ENOUGH_PARTS:
+            spare = self.buffers[1:]
+            del self.buffers[1:]
+            self._pool.give_back(spare)
         self.part_bytes = part_bytes
         self._idle = [
-            buffer[start : start + part_bytes]
+            buffer[part * part_bytes : (part + 1) * part_bytes]
             for buffer in self.buffers
-            for start in range(0, staging.BUFFER_BYTES - part_bytes + 1, part_bytes)
+            for part in range(parts)
         ]
 
     def borrow_device_buffer(self, pool: StagingPool) -> torch.Tensor | None:

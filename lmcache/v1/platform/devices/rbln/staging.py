@@ -26,9 +26,9 @@ DEFAULT_STAGING_MIB = 64
 BUFFER_BYTES = 8 << 20
 #: Buffers that one transfer uses at most: one is copied while one is transposed.
 RING_BUFFERS = 2
-#: Copies that are large anyway share a buffer in parts of this many bytes. A part holds
-#: whole head-blocks of common models and stays in cache, so the host copy that follows
-#: a device copy reads from there, and it starts early.
+#: Copies that are large anyway share one buffer in parts of this many bytes. A part
+#: holds whole head-blocks of common models and stays in cache, so the host copy that
+#: follows a device copy reads from there, and it starts early.
 PART_BYTES = 2 << 20
 
 
@@ -71,9 +71,18 @@ class StagingPool:
         try:
             yield buffers
         finally:
-            with self._returned:
-                self._free.extend(buffers)
-                self._returned.notify_all()
+            self.give_back(buffers)
+
+    def give_back(self, buffers: list[torch.Tensor]) -> None:
+        """Give buffers back before the ``with`` block ends.
+
+        Args:
+            buffers: Buffers taken out of a list that :meth:`ring` yielded, with no copy
+                in flight.
+        """
+        with self._returned:
+            self._free.extend(buffers)
+            self._returned.notify_all()
 
     def quarantine(self, buffers: list[torch.Tensor]) -> None:
         """Keep buffers that a lost device may still write, and never reuse them.

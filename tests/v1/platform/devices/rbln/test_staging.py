@@ -86,6 +86,17 @@ def test_a_waiting_thread_gets_the_buffer_that_is_returned() -> None:
     assert got.is_set()
 
 
+def test_a_buffer_given_back_early_serves_another_ring() -> None:
+    pool = StagingPool(2, Maker())
+    with pool.ring(2) as first:
+        pool.give_back([first.pop()])
+        with pool.ring(2) as second:
+            assert (len(first), len(second)) == (1, 1)
+            assert first[0].data_ptr() != second[0].data_ptr()
+    with pool.ring(3) as buffers:
+        assert len({buffer.data_ptr() for buffer in buffers}) == 2
+
+
 def test_buffers_come_back_after_an_exception() -> None:
     pool = StagingPool(1, Maker())
     for _ in range(3):
