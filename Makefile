@@ -2,6 +2,7 @@
 # Everything runs inside .venv at the root of this checkout.
 #   make demo    serve a model with its KV cache in LMCache, on a simulated NPU
 #   make test    run all tests
+#   make bench   measure KV transfers against their targets, in about three minutes
 #   make lint    ruff, mypy, clang-format
 #   make wheel   build the wheel and the sdist into dist/
 #   make clean   remove what builds made; .venv stays (make distclean removes it too)
@@ -18,13 +19,19 @@ PYTHON_SOURCES := $(wildcard setup.py conftest.py setup_extensions dev lmcache s
     lmcache-rbln examples benchmarks tests .buildkite)
 CXX_SOURCES = $(shell git ls-files '*.cc' '*.cpp' '*.h')
 
-.PHONY: setup demo test test-serving test-others lint wheel clean distclean
+.PHONY: setup demo bench test test-serving test-others lint wheel clean distclean
 
 setup:
 	@$(PYTHON) dev/setup_env.py
 
 demo: setup
 	@$(BIN)/python -m examples.rbln_demo
+
+# Both parts run, whatever the first one says.
+bench: setup
+	@$(BIN)/python -m benchmarks.block_transfer --check; status=$$?; \
+	$(BIN)/python -m benchmarks.mp_server --quick --part transfer --transport shm \
+	    --check && exit $$status
 
 # Two halves at once: CI has two cores, and neither half keeps both busy.
 test: setup

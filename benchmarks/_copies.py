@@ -38,7 +38,12 @@ def count(operations: Sequence[dict[str, Any]]) -> Copies:
     Returns:
         Its copies.
     """
-    copies = [op for op in operations if op["kind"] in (*_HOST, _DEVICE)]
+    copies = [
+        operation
+        for operation in operations
+        # What is served from host memory crosses no link.
+        if operation["kind"] in (*_HOST, _DEVICE) and operation["via"] != "host"
+    ]
     host = [op["descriptors"] for op in copies if op["kind"] in _HOST]
     device = [op["descriptors"] for op in copies if op["kind"] == _DEVICE]
     return Copies(len(copies), sum(host), sum(device), modelled_seconds(copies))

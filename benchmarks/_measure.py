@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Any
 import signal
 import statistics
+import time
 
 # First Party
 from benchmarks._cases import DIRECTIONS, Case, Row
@@ -19,9 +20,12 @@ from benchmarks._session import FLOOR, GENERIC, OURS, STOCK, Session, WrongBytes
 
 #: What one call of the generic operations may take. On HND layouts torch-rbln 0.12
 #: looks for a way to copy the permuted device tensor and finds none for minutes.
-GENERIC_LIMIT_S = 3.0
+GENERIC_LIMIT_S = 2.0
 #: The generic operations are no target; they take part in the first rounds only.
 GENERIC_ROUNDS = 3
+#: Large cases have fewer rounds, but never fewer than these.
+_ENOUGH_S = 1.5
+_LEAST_ROUNDS = 5
 
 
 class _TimeIsUp(BaseException):
@@ -49,7 +53,7 @@ class Measurer:
 
     Args:
         operations: Operations by contender.
-        rounds: Timed calls of each contender.
+        rounds: Timed calls of each contender; of large cases at least 5.
     """
 
     def __init__(self, operations: Mapping[str, Any], rounds: int) -> None:
@@ -90,7 +94,10 @@ class Measurer:
             else:
                 running.append((contender, layout))
         times: dict[tuple[str, str], list[float]] = defaultdict(list)
+        begin = time.monotonic()
         for turn in range(self._rounds):
+            if turn >= _LEAST_ROUNDS and time.monotonic() - begin > _ENOUGH_S:
+                break
             # Nobody is always first after the same other one.
             start = turn % len(running)
             for contender, layout in running[start:] + running[:start]:

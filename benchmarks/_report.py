@@ -12,28 +12,34 @@ from typing import Any
 import json
 import os
 import platform
+import re
 
 # First Party
 from benchmarks._cases import Row
 from benchmarks._targets import Check
 
 _CHARTED = {"stock": "tab:grey", "generic": "tab:olive", "ours": "tab:blue"}
+_NUMERIC = re.compile(r"-|n/a|[\d.,]+")
 _PACKAGES = ("torch", "torch-rbln", "vllm-rbln", "lmcache")
 
 
 def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Return a table: the first column left-aligned, the others right-aligned.
+    """Return a table; columns of numbers are right-aligned.
 
     Args:
         header: Titles of the columns.
         lines: Cells of each line.
     """
-    widths = [max(map(len, column)) for column in zip(header, *lines, strict=True)]
+    columns = list(zip(header, *lines, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    numeric = [all(_NUMERIC.fullmatch(cell) for cell in c[1:]) for c in columns]
 
     def line(cells: Sequence[str]) -> str:
-        first = cells[0].ljust(widths[0])
-        rest = [c.rjust(w) for c, w in zip(cells[1:], widths[1:], strict=True)]
-        return "  ".join([first, *rest]).rstrip()
+        placed = [
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(cells, widths, numeric, strict=True)
+        ]
+        return "  ".join(placed).rstrip()
 
     rule = "  ".join("-" * width for width in widths)
     return "\n".join([line(header), rule, *map(line, lines)])
@@ -102,7 +108,7 @@ def checks_table(checks: Sequence[Check]) -> str:
 
 def machine(runtime: str) -> dict[str, Any]:
     """Return what the numbers depend on."""
-    versions = {}
+    versions: dict[str, str | None] = {}
     for package in _PACKAGES:
         try:
             versions[package] = metadata.version(package)

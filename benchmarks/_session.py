@@ -49,11 +49,15 @@ def load_contenders() -> dict[str, Any]:
     }
 
 
-def shared_memory(size: int) -> torch.Tensor:
-    """Return pageable shared memory as LMCache's pool is, its pages in place."""
+def shared_memory(size: int, in_place: bool) -> torch.Tensor:
+    """Return pageable shared memory as LMCache's pool is.
+
+    Args:
+        size: Bytes.
+        in_place: Whether to touch its pages now.
+    """
     memory = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
-    memory.fill_(0)
-    return memory
+    return memory.fill_(0) if in_place else memory
 
 
 class Session:
@@ -86,19 +90,17 @@ class Session:
             if filled
         ]
         self.chunks = [
-            [shared_memory(self._chunk_bytes) for _ in self._chunks] for _ in threads
+            [shared_memory(self._chunk_bytes, filled) for _ in self._chunks]
+            for _ in threads
         ]
         self._make_pools(filled)
         self._flat_host = [
-            torch.empty(case.bytes, dtype=torch.uint8, pin_memory=True).fill_(0)
-            for _ in threads
+            torch.empty(case.bytes, dtype=torch.uint8, pin_memory=True) for _ in threads
         ]
         self._flat_device = [
             _bound(torch.empty(case.bytes, dtype=torch.uint8, device=DEVICE))
             for _ in threads
         ]
-        for host, device in zip(self._flat_host, self._flat_device, strict=True):
-            device.copy_(host)
         # One stream for all, as LMCache's asynchronous store has it.
         self._stream = _rbln().Stream()
         self._workers = ThreadPoolExecutor(case.threads)
@@ -127,16 +129,19 @@ class Session:
             case.block_size,
             self._row_bytes,
         )
+        if not filled:
+            bits = torch.empty(shape, dtype=torch.uint8, device="meta")
+            for layout, pool in self._pools.items():
+                pool += [self._allocate(bits, layout) for _ in range(model.layers)]
+            return
         random = torch.Generator().manual_seed(0)
         words = torch.empty(math.prod(shape) // 8, dtype=torch.int64)
+        bits = words.view(torch.uint8).view(shape)
         for layer in range(model.layers):
-            if filled:
-                words.random_(generator=random)
-            bits = words.view(torch.uint8).view(shape)
+            words.random_(generator=random)
             for layout, pool in self._pools.items():
-                pool.append(self._upload(bits, layout))
-            if not filled:
-                continue
+                pool.append(self._allocate(bits, layout))
+                pool[-1].copy_(self._arranged(bits, layout).contiguous())
             self._guards.append(bits[-1].clone())
             for thread, chunks in enumerate(self._expected):
                 for chunk, expected in enumerate(chunks):
@@ -151,15 +156,17 @@ class Session:
         """Return blocks of ``[NB, P, NH, BS, bytes]`` as ``[P, tokens, bytes]``."""
         return bits[ids].permute(1, 0, 3, 2, 4).flatten(1, 2).flatten(2)
 
-    def _upload(self, bits: torch.Tensor, layout: str) -> torch.Tensor:
+    def _arranged(self, bits: torch.Tensor, layout: str) -> torch.Tensor:
+        """View ``[NB, P, NH, BS, bytes]`` in a layout and the cache's dtype."""
+        values = bits.view(self._dtype)
         if layout == MLA:
-            host = bits[:, 0, 0]
-        else:
-            host = bits if layout == BLOCKS_FIRST else bits.transpose(0, 1)
-            host = host.unsqueeze(3)
-        host = host.contiguous().view(self._dtype)
-        pool = torch.empty(host.shape, dtype=self._dtype, device=DEVICE)
-        return _bound(pool).copy_(host)
+            return values[:, 0, 0]
+        values = values if layout == BLOCKS_FIRST else values.transpose(0, 1)
+        return values.unsqueeze(3)
+
+    def _allocate(self, bits: torch.Tensor, layout: str) -> torch.Tensor:
+        shape = self._arranged(bits, layout).shape
+        return _bound(torch.empty(shape, dtype=self._dtype, device=DEVICE))
 
     def _download(self, layout: str, layer: int) -> torch.Tensor:
         """Return a layer as ``[NB, P, NH, BS, bytes]``."""
@@ -231,7 +238,7 @@ class Session:
         description.element_size = self._dtype.itemsize
         shape = self._chunk_shape[model.mla :]
         chunks = [
-            memory.view(shape).view(self._dtype) for memory in self._call_chunks(thread)
+            memory.view(shape).view(self._dtype) for memory in self.chunks[thread]
         ]
         self._operations[contender].multi_layer_block_kv_transfer(
             layers,
@@ -244,9 +251,6 @@ class Session:
             _FORMATS[layout],
             0,
         )
-
-    def _call_chunks(self, thread: int) -> list[torch.Tensor]:
-        return self.chunks[thread]
 
     def verify(self, contender: str, layout: str, direction: str, salt: int) -> None:
         """Make a contender's calls and compare every byte with plain indexing.
@@ -317,8 +321,10 @@ class Session:
                 )
 
     def close(self) -> None:
-        """End its threads."""
+        """End its threads and give its memory back."""
         self._workers.shutdown()
+        for held in (self._pools, self._flat_host, self._flat_device, self.chunks):
+            held.clear()
 
 
 def _rbln() -> Any:

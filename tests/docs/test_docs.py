@@ -25,6 +25,7 @@ DOCUMENTS = [
     *sorted((ROOT / "sim").glob("*.md")),
     EXTENSION / "README.md",
     *sorted((EXTENSION / "docs").glob("*.md")),
+    ROOT / "benchmarks/README.md",
 ]
 TESTS = [
     ROOT / "tests",
