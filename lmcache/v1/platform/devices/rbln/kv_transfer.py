@@ -51,10 +51,12 @@ from lmcache.v1.platform.devices.rbln.kv_plan import (
 from lmcache.v1.platform.devices.rbln.ring import Ring, Staged
 
 #: With fewer pieces than this a transfer's time is not in their fixed cost.
-MIN_PIECES_TO_COLLECT = 32
+MIN_PIECES_TO_COLLECT = 16
 #: A transfer is cut into this many batches at least, unless they get too small.
 MIN_BATCHES = 8
 MIN_BATCH_BYTES = 256 << 10
+#: Parts of a buffer start at multiples of this many bytes.
+_ALIGNMENT = 64
 
 
 def max_piece_elements(geometry: KVGeometry) -> int:
@@ -64,7 +66,7 @@ def max_piece_elements(geometry: KVGeometry) -> int:
         geometry: Geometry of the KV cache.
 
     Returns:
-        Elements that fit a part of a staging buffer. Caches in host memory have no
+        Elements that fit a staging buffer. Caches in host memory have no
         staging and hence no limit but their own size.
 
     Raises:
@@ -83,11 +85,11 @@ def max_piece_elements(geometry: KVGeometry) -> int:
             * geometry.num_heads
             * (geometry.block_size * geometry.head_size)
         )
-    elements = _part_bytes() // geometry.dtype.itemsize
+    elements = staging.BUFFER_BYTES // geometry.dtype.itemsize
     if geometry.head_size > elements:
         raise ValueError(
             f"head size {geometry.head_size} of {geometry.dtype} does not fit a "
-            f"staging buffer of {_part_bytes()} bytes"
+            f"staging buffer of {staging.BUFFER_BYTES} bytes"
         )
     return elements
 
@@ -194,9 +196,11 @@ def scatter(
             ring.oldest().wait()
 
 
-def _part_bytes() -> int:
-    """Return the bytes of a part of a staging buffer."""
-    return min(staging.PART_BYTES, staging.BUFFER_BYTES)
+def _part_bytes(moves: Moves) -> int:
+    """Return into what parts to divide buffers: each piece must fit one."""
+    largest = max(moves.sizes) * moves.dtype.itemsize
+    aligned = -(-largest // _ALIGNMENT) * _ALIGNMENT
+    return min(max(staging.PART_BYTES, aligned), staging.BUFFER_BYTES)
 
 
 def _batch_bytes(copies: DeviceCopies, ring: Ring, moves: Moves) -> int:
@@ -224,7 +228,7 @@ def _choose_copies(ring: Ring, regions: Regions, moves: Moves) -> DeviceCopies:
         costs = measured_costs(regions.first, ring.buffers[0], buffer)
         if _collecting_pays(costs, moves):
             return DeviceStagedCopies(regions, buffer)
-    ring.divide(_part_bytes())
+    ring.divide(_part_bytes(moves))
     return DirectCopies(regions, ring.asynchronous)
 
 
