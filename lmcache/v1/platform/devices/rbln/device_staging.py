@@ -29,9 +29,9 @@ logger = init_logger(__name__)
 DEVICE_BUFFERS = 4
 
 #: Copies of one measurement, and their size in bytes: their time is fixed cost.
-_PROBES = 16
+_PROBES = 8
 _PROBE_BYTES = 4096
-_ROUNDS = 5
+_ROUNDS = 12
 #: Where one round takes longer, in seconds, another one is not worth it.
 _ENOUGH = 0.05
 #: Host copies that take less than this many times as long may only seem to.
