@@ -102,7 +102,7 @@ def measured_costs(
         link_us = host_us - device_us if host_us > _TELLING * device_us else 0.0
         costs = CopyCosts(host_descriptor_us=link_us, device_descriptor_us=0.0)
         _measured[region.device] = costs
-        logger.info(
+        logger.debug(
             "RBLN copies on %s take %.1f us each to the host, %.1f us inside the "
             "device; small pieces are collected in device memory where that pays",
             region.device,
