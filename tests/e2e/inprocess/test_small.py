@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Few blocks, a small CPU tier, late copies: nothing is lost, mixed up or leaked."""
+
+# Third Party
+import pytest
+
+# First Party
+from tests.e2e.inprocess.engines import EnginePool, InProcessEngine
+
+CHUNK = 256
+PREEMPTIONS = "vllm:num_preemptions_total"
+
+
+@pytest.fixture
+def engine(engines: EnginePool) -> InProcessEngine:
+    return engines.get("small")
+
+
+def check_nothing_is_held(engine: InProcessEngine) -> None:
+    """Fail unless every lookup's pins and references are released."""
+    # A step writes the state down; what an abort left is released by the next one.
+    engine.ask(engine.prompt(20, "a step"), new_tokens=2)
+    state = engine.state()
+    assert {state[name] for name in ("pinned", "referenced", "lookups")} == {0}
+
+
+@pytest.mark.parametrize("over", [-1, 0, 1, 60])
+def test_warm_equals_cold(engine: InProcessEngine, over: int) -> None:
+    prompt = engine.prompt(2 * CHUNK + over, ("warm", over))
+    [cold] = engine.ask(prompt)
+    before = engine.hits()
+    [warm] = engine.ask(prompt)
+    assert warm.token_ids == cold.token_ids
+    whole = len(prompt) // CHUNK * CHUNK
+    assert engine.hits() - before == min(whole, len(prompt) - 1)
+    assert warm.cached_tokens == min(whole, len(prompt) - 1)
+
+
+def test_several_at_once(engine: InProcessEngine) -> None:
+    prompts = [engine.prompt(300 - 7 * i, ("several", i)) for i in range(4)]
+    cold = engine.ask(*prompts)
+    before = engine.hits()
+    warm = engine.ask(*prompts)
+    assert [c.token_ids for c in warm] == [c.token_ids for c in cold]
+    assert engine.hits() - before == 4 * CHUNK
+    check_nothing_is_held(engine)
+
+
+def test_the_cpu_tier_forgets_the_oldest(engine: InProcessEngine) -> None:
+    prompts = [engine.prompt(3 * CHUNK + 9, ("evict", i)) for i in range(4)]
+    cold = [engine.ask(prompt)[0] for prompt in prompts]
+    assert engine.state()["chunks"] <= 9
+    before = engine.hits()
+    [newest] = engine.ask(prompts[-1])
+    assert engine.hits() - before == 3 * CHUNK
+    [oldest] = engine.ask(prompts[0])
+    assert engine.hits() - before == 3 * CHUNK, "the oldest was to be forgotten"
+    assert [newest.token_ids, oldest.token_ids] == [
+        cold[-1].token_ids,
+        cold[0].token_ids,
+    ]
+    [again] = engine.ask(prompts[0])
+    assert engine.hits() - before == 6 * CHUNK
+    assert again.token_ids == cold[0].token_ids
+    check_nothing_is_held(engine)
+
+
+def test_preempted_requests_give_the_same_output(engine: InProcessEngine) -> None:
+    # Alone each needs 4 of the 13 usable blocks; together they start with 12 and run
+    # out when the answers grow past the third.
+    prompts = [engine.prompt(380, ("preempted", i)) for i in range(4)]
+    alone = [engine.ask(prompt, new_tokens=24)[0] for prompt in prompts]
+    before = engine.count(PREEMPTIONS)
+    together = engine.ask(*prompts, new_tokens=24)
+    assert engine.count(PREEMPTIONS) > before
+    assert [c.token_ids for c in together] == [c.token_ids for c in alone]
+    check_nothing_is_held(engine)
+
+
+def test_a_prefix_lost_after_its_lookup_is_recomputed(engine: InProcessEngine) -> None:
+    prompt = engine.prompt(2 * CHUNK + 40, "lost")
+    [cold] = engine.ask(prompt)
+    engine.order("lose")
+    [recomputed] = engine.ask(prompt)
+    engine.check_obeyed("lose")
+    assert recomputed.token_ids == cold.token_ids
+    assert "Recovered from KV load failure: 1 request(s) rescheduled" in engine.log()
+    # It is stored once more.
+    before = engine.hits()
+    [warm] = engine.ask(prompt)
+    assert engine.hits() - before == 2 * CHUNK
+    assert warm.token_ids == cold.token_ids
+    check_nothing_is_held(engine)
+
+
+def test_nothing_computed_on_a_lost_prefix_is_stored(engine: InProcessEngine) -> None:
+    """The step after the lost one is on its way when the loss is known."""
+    prefix = engine.prompt(2 * CHUNK, "spoilt")
+    engine.ask([*prefix, 5], new_tokens=2)
+    # Other blocks than the prefix was computed in.
+    engine.ask(*(engine.prompt(300, ("between", i)) for i in range(3)))
+    prompt = [*prefix, *engine.prompt(CHUNK + 130, "its tail")]
+    engine.order("lose")
+    [recomputed] = engine.ask(prompt)
+    engine.check_obeyed("lose")
+    before = engine.hits()
+    [warm] = engine.ask(prompt)
+    assert engine.hits() - before == 3 * CHUNK
+    engine.order("lose")
+    [again] = engine.ask(prompt)
+    assert recomputed.token_ids == warm.token_ids == again.token_ids
+
+
+def test_a_load_that_fails_half_way_is_recomputed(engine: InProcessEngine) -> None:
+    prompt = engine.prompt(2 * CHUNK + 41, "failed load")
+    [cold] = engine.ask(prompt)
+    retrieved = engine.log().count("Retrieved ")
+    engine.order("fail-load")
+    [recomputed] = engine.ask(prompt)
+    engine.check_obeyed("fail-load")
+    assert recomputed.token_ids == cold.token_ids
+    assert "KV not loaded: could not scatter KV of 2 chunks" in engine.log()
+    assert engine.log().count("Retrieved ") == retrieved, "reported as a hit"
+    check_nothing_is_held(engine)
+
+
+def test_a_store_that_fails_half_way_leaves_nothing(engine: InProcessEngine) -> None:
+    prompt = engine.prompt(CHUNK + 42, "failed store")
+    engine.order("fail-store")
+    [cold] = engine.ask(prompt)
+    engine.check_obeyed("fail-store")
+    assert "KV not stored: could not gather KV of 1 chunks" in engine.log()
+    before = engine.hits()
+    [again] = engine.ask(prompt)
+    assert engine.hits() == before, "what was not stored is no hit"
+    assert again.token_ids == cold.token_ids
+    check_nothing_is_held(engine)
