@@ -180,16 +180,11 @@ class RBLNLMCacheConnectorV1(LMCacheConnectorV1Dynamic):
             self._lmcache_engine.kv_caches = kv_caches
             return
         # vLLM does not shut the connector down if start-up fails behind this, and
-        # LMCache's threads would keep the process from ending.
-        threading.Thread(
-            target=self._shutdown_after_main, name="lmcache-rbln-exit", daemon=True
-        ).start()
+        # LMCache's threads would keep the process from ending. An ordinary atexit
+        # hook runs after waiting for them; this one, as of concurrent.futures, before.
+        threading._register_atexit(self.shutdown)
         super().register_kv_caches(kv_caches)
         self._require_healthy()
-
-    def _shutdown_after_main(self) -> None:
-        threading.main_thread().join()
-        self.shutdown()
 
     def shutdown(self) -> None:
         """Stop LMCache; a second call does nothing."""
