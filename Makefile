@@ -4,7 +4,7 @@
 #   make test    run all tests
 #   make bench   measure KV transfers against their targets, in about three minutes
 #   make lint    ruff, mypy, clang-format
-#   make wheel   build the wheel and the sdist into dist/
+#   make wheel   build both wheels and LMCache's sdist into dist/
 #   make clean   remove what builds made; .venv stays (make distclean removes it too)
 
 # 3.11 is what the pinned packages were resolved for.
@@ -55,11 +55,12 @@ lint: setup
 
 wheel: setup
 	$(BIN)/python -m build --no-isolation --sdist --wheel --outdir dist .
+	$(BIN)/python -m build --no-isolation --wheel --outdir dist lmcache-rbln
 
 clean:
 	$(MAKE) -C sim clean
 	$(MAKE) -C csrc/kv_transpose clean
-	rm -rf build/wheel build/egg-info build/stage-* dist
+	rm -rf build/wheel build/egg-info build/stage-* dist lmcache-rbln/build
 	rm -rf .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
 distclean: clean
