@@ -225,8 +225,8 @@ def _choose_copies(ring: Ring, regions: Regions, moves: Moves) -> DeviceCopies:
     ):
         buffer = ring.borrow_device_buffer(device_pool(regions.device, regions.dtype))
     if buffer is not None:
-        costs = measured_costs(regions.first, ring.buffers[0], buffer)
-        if _collecting_pays(costs, moves):
+        costs = measured_costs(regions.first, ring.buffers[0], buffer, ring.is_alone)
+        if costs is not None and _collecting_pays(costs, moves):
             return DeviceStagedCopies(regions, buffer)
     ring.divide(_part_bytes(moves))
     return DirectCopies(regions, ring.asynchronous)

@@ -130,6 +130,10 @@ class Ring:
         self._loans.append((pool, buffers))
         return buffers[0]
 
+    def is_alone(self) -> bool:
+        """Return whether no other transfer of this process has staging right now."""
+        return self._pool.lent() == len(self.buffers)
+
     def has_idle(self) -> bool:
         """Return whether a part has no copies in flight."""
         return bool(self._idle)

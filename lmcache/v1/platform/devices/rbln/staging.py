@@ -94,6 +94,11 @@ class StagingPool:
             self._lost.extend(buffers)
             self._returned.notify_all()
 
+    def lent(self) -> int:
+        """Return how many buffers are borrowed right now."""
+        with self._returned:
+            return self._capacity - self._unmade - len(self._free) - len(self._lost)
+
     def close(self) -> None:
         """Free the idle buffers; a transfer under way keeps its own until it ends."""
         with self._returned:

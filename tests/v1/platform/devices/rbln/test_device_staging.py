@@ -176,12 +176,14 @@ def test_a_failure_gives_the_device_buffer_back(
 
 def test_costs_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_staging, "_measured", {})
+    monkeypatch.setattr(device_staging, "_measurements", {})
     monkeypatch.setattr(device_staging, "_pools", {})
     seen: list[CopyCosts] = []
     real = device_staging.measured_costs
 
-    def measured(*arguments: torch.Tensor) -> CopyCosts:
+    def measured(*arguments: Any) -> CopyCosts | None:
         costs = real(*arguments)
+        assert costs is not None
         seen.append(costs)
         return costs
 
@@ -193,6 +195,119 @@ def test_costs_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen[0].host_descriptor_us >= 0
     # The figures of the links are not measured.
     assert (seen[0].host_gbps, seen[0].device_gbps) == (58.0, 240.0)
+
+
+class Probes:
+    """Stands in for the timed copies: 20 us to the host, 3 us inside, at best."""
+
+    def __init__(self, slower_us: list[float]) -> None:
+        self.began = threading.Event()
+        self.go_on = threading.Event()
+        self.calls = 0
+        self.threads: set[int] = set()
+        self._slower_us = slower_us
+        self._running = threading.Lock()
+
+    def __call__(self, target: torch.Tensor, source: torch.Tensor) -> float:
+        assert self._running.acquire(blocking=False), "two measure at once"
+        try:
+            self.threads.add(threading.get_ident())
+            self.began.set()
+            assert self.go_on.wait(60)
+            slower = self._slower_us[self.calls // 2 % len(self._slower_us)]
+            self.calls += 1
+            return slower + (20.0 if target.device.type == "cpu" else 3.0)
+        finally:
+            self._running.release()
+
+
+def measure_in_threads(
+    monkeypatch: pytest.MonkeyPatch, probes: Probes, others: int
+) -> None:
+    """Start a transfer, others while it measures, and one more when all have ended."""
+    for name in ("_measured", "_measurements", "_pools"):
+        monkeypatch.setattr(device_staging, name, {})
+    monkeypatch.setattr(device_staging, "_fixed_us", probes)
+    case = Case("kv_first", 8, 8)
+    layers = [
+        upload(random_bits(case.layer_shape, case.dtype, i), "rbln:0") for i in range(8)
+    ]
+
+    def work() -> torch.Tensor:
+        chunk = torch.zeros(case.chunk_shape(8), dtype=case.dtype)
+        transfer(case, True, layers, [chunk], [4, 1], 8)
+        return as_bytes(chunk)
+
+    with ThreadPoolExecutor(1 + others) as executor:
+        first = executor.submit(work)
+        assert probes.began.wait(60)
+        try:
+            # They end although the measurement does not: nobody waits for it.
+            done = [executor.submit(work) for _ in range(others)]
+            got = [future.result(timeout=60) for future in done]
+        finally:
+            probes.go_on.set()
+        got.append(first.result(timeout=60))
+    got.append(work())
+    assert all(torch.equal(chunk, got[0]) for chunk in got)
+
+
+@pytest.mark.parametrize("others", [3, 7])
+def test_one_thread_measures_and_nobody_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch, others: int
+) -> None:
+    probes = Probes([280.0, 0.0, 9.0])
+    measure_in_threads(monkeypatch, probes, others)
+    (costs,) = device_staging._measured.values()
+    # The least times, however many rounds were slower.
+    assert costs.host_descriptor_us == 17.0
+
+
+@pytest.mark.parametrize(("slower_us", "link_us"), [([0.0], 17.0), ([40.0], 0.0)])
+def test_costs_taken_beside_other_transfers_are_preliminary(
+    monkeypatch: pytest.MonkeyPatch, slower_us: list[float], link_us: float
+) -> None:
+    for name in ("_measured", "_measurements"):
+        monkeypatch.setattr(device_staging, name, {})
+    region = upload(torch.zeros(4096, dtype=torch.uint8), "rbln:0")
+    operands = (region, torch.zeros(4096, dtype=torch.uint8), region)
+    probes = Probes(slower_us)
+    probes.go_on.set()
+    monkeypatch.setattr(device_staging, "_fixed_us", probes)
+    costs = device_staging.measured_costs(*operands, lambda: False)
+    assert costs is not None
+    assert costs.host_descriptor_us == link_us
+    assert device_staging._measured == {}
+    # A transfer that is alone corrects them, for ever.
+    alone = Probes([0.0])
+    alone.go_on.set()
+    monkeypatch.setattr(device_staging, "_fixed_us", alone)
+    for _ in range(2):
+        costs = device_staging.measured_costs(*operands, lambda: True)
+        assert costs is not None
+        assert costs.host_descriptor_us == 17.0
+    assert alone.calls == 2 * device_staging._ROUNDS
+
+
+def test_costs_beyond_reason_are_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without ever being alone, measuring ends, with the known figure."""
+    for name in ("_measured", "_measurements"):
+        monkeypatch.setattr(device_staging, name, {})
+    region = upload(torch.zeros(4096, dtype=torch.uint8), "rbln:0")
+    operands = (region, torch.zeros(4096, dtype=torch.uint8), region)
+    calls = 0
+
+    def fixed_us(target: torch.Tensor, source: torch.Tensor) -> float:
+        nonlocal calls
+        calls += 1
+        return 293.0 if target.device.type == "cpu" else 1.0
+
+    monkeypatch.setattr(device_staging, "_fixed_us", fixed_us)
+    for _ in range(2 * device_staging._ATTEMPTS):
+        costs = device_staging.measured_costs(*operands, lambda: False)
+        assert costs is not None
+        assert costs.host_descriptor_us == HARDWARE_COSTS.host_descriptor_us
+    assert calls == 2 * device_staging._ROUNDS * device_staging._ATTEMPTS
 
 
 @pytest.mark.parametrize("tokens", [8, 6])
