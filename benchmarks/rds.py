@@ -4,8 +4,8 @@
 ``python -m benchmarks.rds`` stores and restores chunks of 1,024 tokens of Qwen3-1.7B
 (28 layers, 8 KV heads of 128, bfloat16: 117 MB each) through the backend, header and
 checksum included, and writes and reads as many bytes with plain ``pwritev`` and
-``preadv``, from and to the same kind of memory. Rounds of the four alternate, so that a
-disk that changes its mind hits all. It runs on the simulated storage, where both reach
+``preadv``, from and to the same memory. Rounds of the four alternate, so that a disk
+that changes its mind hits all. It runs on the simulated storage, where both reach
 the same file; the first round only makes the file.
 
 A store is timed from staging memory to the NVMe, one chunk per call: the gather into
@@ -77,28 +77,18 @@ class Raw:
             done += call(self._fd, [buffer[done:]], place + done)
 
 
-def buffers_of(count: int) -> tuple[list[torch.Tensor], list[memoryview]]:
-    """Make buffers in the memory that the simulated NPU has its own bytes in.
+def host_view(tensor: torch.Tensor) -> memoryview:
+    """Return the simulated NPU's own bytes of a device tensor.
 
-    How fast the disk is depends on how the pages of a buffer lie in memory, so plain
-    transfers must use the same kind.
+    How fast the disk is depends on how a buffer's pages lie in memory, so plain
+    transfers must use the very buffers that the backend uses.
     """
     # Third Party
     from rebel import _device
-    import torch
 
-    tensors = []
-    for _ in range(count):
-        tensor = torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="rbln:0")
-        torch.rbln.bind_device_memory(tensor)  # type: ignore[attr-defined]
-        tensor.copy_(torch.randint(0, 256, (CHUNK_BYTES,), dtype=torch.uint8))
-        tensors.append(tensor)
-    array = ctypes.c_ubyte * CHUNK_BYTES
-    views = [
-        array.from_address(_device.device_bytes(tensor.data_ptr(), CHUNK_BYTES))
-        for tensor in tensors
-    ]
-    return tensors, [memoryview(view).cast("B") for view in views]
+    nbytes = tensor.numel()
+    address = _device.device_bytes(tensor.data_ptr(), nbytes)
+    return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
 
 
 def measure(rounds: int, count: int) -> dict[str, object]:
@@ -157,8 +147,8 @@ def measure(rounds: int, count: int) -> dict[str, object]:
     backend = RDSBackend(config, metadata, dst_device="rbln:0")
     part = rds.Chunk(size=count * CHUNK_BYTES, device=0)
     path, offset = part.sim_location
-    kept, buffers = buffers_of(count)
-    raw = Raw(path, offset, buffers)
+    slots = list(backend._allocator._free)[:count]
+    raw = Raw(path, offset, [host_view(slot.payload) for slot in slots])
     queueing: list[float] = []
     handing: list[float] = []
 
@@ -218,7 +208,6 @@ def measure(rounds: int, count: int) -> dict[str, object]:
             handing.clear()
     backend.close()
     part.close()
-    del kept
     in_thread = [a + b for a, b in zip(queueing, handing, strict=True)]
     total = count * CHUNK_BYTES
     rates = {name: total / statistics.median(s) / 1e9 for name, s in seconds.items()}
