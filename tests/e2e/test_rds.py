@@ -38,7 +38,10 @@ DOCUMENTED = {
 }""",
 }
 TRANSFER = {"kv_connector": "RBLNLMCacheConnectorV1", "kv_role": "kv_both"}
+FAILED = "RDS batched write failed for 1 keys"
 WRITTEN = "lmcache:rds_written_chunks_total"
+FAILURES = "lmcache:rds_write_failures_total"
+REJECTED = "lmcache:rds_rejected_chunks_total"
 # Nothing waits longer than this, neither for staging memory nor for the NVMe.
 LONGEST_WAIT_S = 10.0
 
@@ -179,6 +182,48 @@ def test_the_documented_environment(serve: Callable[..., Server]) -> None:
     assert "Retrieved 2048 out of 2048 required tokens" in log
     assert "RDS batched write failed" not in log
     assert "degraded mode" not in log
+
+
+def test_twice_the_buffer_failures_and_damage(serve: Callable[..., Server]) -> None:
+    # A chunk of the tiny model is 1 MiB: the staging memory holds three.
+    server = serve(
+        "small", **extra_config(rds_buffer_size=4), RBLN_SIM_RDS_FAULTS="eio:write:1"
+    )
+    prompts = [prompt_of(number, 2 * CHUNK + 50) for number in range(5)]
+
+    # The first write fails: it is told and counted, and serving goes on.
+    [first] = server.ask(prompts[0])
+    server.wait_for(FAILURES, 1)
+    assert FAILED in server.process.log()
+    server.wait_for(WRITTEN, 1)
+    cold = server.store(*prompts[1:])
+    assert server.total(FAILURES) == 1
+
+    # Ten chunks are more than twice the buffer.
+    [again] = server.ask(prompts[0])
+    assert again.token_ids == first.token_ids
+    server.wait_for(WRITTEN, 10)
+    hits = server.total(HITS)
+    for prompt, answer in zip(prompts, [first, *cold], strict=True):
+        [warm] = server.ask(prompt)
+        assert warm.token_ids == answer.token_ids
+        assert warm.cached_tokens == 2 * CHUNK
+    assert server.total(HITS) - hits == 10 * CHUNK
+
+    # Damaged chunks are recomputed, never used.
+    nvme = Path(server.env["RBLN_SIM_STATE_DIR"]) / "rds.img"
+    with nvme.open("r+b") as file:
+        size = 10 * (CHUNK * 1024 + 4096)
+        data = bytearray(file.read(size))
+        for at in range(0, size, 10_000):
+            data[at] ^= 1
+        file.seek(0)
+        file.write(data)
+    for prompt, answer in zip(prompts[:2], [first, cold[0]], strict=True):
+        [warm] = server.ask(prompt)
+        assert warm.token_ids == answer.token_ids
+    assert server.total(REJECTED) > 0
+    server.process.check_running()
 
 
 TWO_RANKS = """
