@@ -46,7 +46,9 @@ class RBLNLMCacheConnectorV1(connector.RBLNLMCacheConnectorV1):
             for request in self._get_connector_metadata().requests
         )
         if loads and self._ordered("lose"):
-            self._chunks().clear()
+            tier = self._engine().storage_manager.local_cpu_backend
+            for key in list(self._chunks()):
+                tier.remove(key)
         super().start_load_kv(forward_context, **kwargs)
         self._write_state()
 

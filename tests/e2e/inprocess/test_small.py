@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Few blocks, a small CPU tier, late copies: nothing is lost, mixed up or leaked."""
 
+# Standard
+import http.client
+import json
+
 # Third Party
 import pytest
 
 # First Party
+from examples.rbln_demo.servers import HOST
 from tests.e2e.inprocess.engines import EnginePool, InProcessEngine
 
 CHUNK = 256
@@ -14,6 +19,37 @@ PREEMPTIONS = "vllm:num_preemptions_total"
 @pytest.fixture
 def engine(engines: EnginePool) -> InProcessEngine:
     return engines.get("small")
+
+
+class OpenRequest:
+    """A request whose answer is not waited for."""
+
+    def __init__(self, engine: InProcessEngine, prompt: list[int], new: int) -> None:
+        body = {
+            "model": engine.engine.served_name,
+            "prompt": prompt,
+            "max_tokens": new,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        self._connection = http.client.HTTPConnection(HOST, engine.engine.port)
+        self._connection.request(
+            "POST",
+            "/v1/completions",
+            json.dumps(body),
+            {"Content-Type": "application/json"},
+        )
+
+    def wait_first_token(self) -> None:
+        """Wait until its answer begins."""
+        assert self._connection.getresponse().readline()
+
+    def abort(self) -> None:
+        """Hang up."""
+        assert self._connection.sock is not None
+        self._connection.sock.close()
+        self._connection.close()
 
 
 def check_nothing_is_held(engine: InProcessEngine) -> None:
@@ -134,4 +170,30 @@ def test_a_store_that_fails_half_way_leaves_nothing(engine: InProcessEngine) -> 
     [again] = engine.ask(prompt)
     assert engine.hits() == before, "what was not stored is no hit"
     assert again.token_ids == cold.token_ids
+    check_nothing_is_held(engine)
+
+
+def test_abort_at_every_stage(engine: InProcessEngine) -> None:
+    known = engine.prompt(3 * CHUNK + 30, "known")
+    [cold] = engine.ask(known)
+
+    # While it is answered.
+    running = OpenRequest(engine, engine.prompt(6 * 128, "running"), 200)
+    running.wait_first_token()
+    # While it waits for blocks, its chunks looked up and pinned.
+    waiting = OpenRequest(engine, known, 4)
+    engine.wait(lambda: "need to load" in engine.log(), "the lookup")
+    engine.wait(lambda: engine.state()["lookups"] == 1, "the pins")
+    waiting.abort()
+    engine.wait(lambda: engine.state()["lookups"] == 0, "the release")
+    running.abort()
+    # While it is computed and stored.
+    computed = OpenRequest(engine, engine.prompt(7 * 128, "computed"), 4)
+    computed.abort()
+    # While it is loaded.
+    loaded = OpenRequest(engine, known, 4)
+    loaded.abort()
+
+    [warm] = engine.ask(known)
+    assert warm.token_ids == cold.token_ids
     check_nothing_is_held(engine)

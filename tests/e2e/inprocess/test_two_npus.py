@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensor parallelism over the custom kernel's KV layout."""
 
+# Standard
+from collections.abc import Iterator
+
 # Third Party
 import pytest
 
@@ -10,9 +13,10 @@ from tests.e2e.inprocess.engines import EnginePool, InProcessEngine
 CHUNK = 256
 
 
-@pytest.fixture
-def engine(engines: EnginePool) -> InProcessEngine:
-    return engines.get("two-npus")
+@pytest.fixture(scope="module")
+def engine(engines: EnginePool) -> Iterator[InProcessEngine]:
+    yield engines.get("two-npus")
+    engines.stop()  # three processes that would take the cores of the next stack
 
 
 def test_layout_and_devices(engine: InProcessEngine) -> None:

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MLA with chunks that are not full, beside the NPU's own cache; no warm-up."""
+
+# Third Party
+import pytest
+
+# First Party
+from tests.e2e.inprocess.engines import EnginePool, InProcessEngine
+
+CHUNK = 256
+BLOCK = 128
+SUB_BLOCK = 64  # tokens computed in one step
+LOCAL_HITS = "vllm:prefix_cache_hits_total"
+
+
+@pytest.fixture
+def engine(engines: EnginePool) -> InProcessEngine:
+    return engines.get("partial")
+
+
+def fill_npu_cache(engine: InProcessEngine, seed: object) -> None:
+    """Make the NPU forget every other prefix."""
+    for number in range(2):
+        engine.ask(engine.prompt(7 * BLOCK, (seed, number)), new_tokens=2)
+
+
+def test_registered_but_never_finalized(engine: InProcessEngine) -> None:
+    assert "KV cache on rbln:0: 2 layers of 14 blocks" in engine.log()
+    assert "KV cache registration is final" not in engine.log()
+
+
+@pytest.mark.parametrize("tokens", [40, BLOCK, CHUNK - 6])
+def test_a_prompt_shorter_than_a_chunk(engine: InProcessEngine, tokens: int) -> None:
+    prompt = engine.prompt(tokens, ("partial", tokens))
+    [cold] = engine.ask(prompt)
+    fill_npu_cache(engine, ("fill", tokens))
+    before = engine.hits()
+    [warm] = engine.ask(prompt)
+    assert warm.token_ids == cold.token_ids
+    # All of it is stored; vLLM computes the last token of a prompt itself.
+    assert engine.hits() - before == tokens - 1
+
+
+def test_the_larger_of_sub_block_match_and_lmcache_is_taken(
+    engine: InProcessEngine,
+) -> None:
+    """The NPU offers 64 tokens of another request's block, LMCache all but one."""
+    prompt = engine.prompt(100, "larger")
+    [cold] = engine.ask(prompt)
+    fill_npu_cache(engine, "larger")
+    engine.ask(prompt[:SUB_BLOCK] + engine.prompt(30, "tail"))
+    before, local = engine.hits(), engine.count(LOCAL_HITS)
+    [warm] = engine.ask(prompt)
+    assert warm.token_ids == cold.token_ids
+    assert engine.hits() - before == 99
+    assert engine.count(LOCAL_HITS) == local
+    assert warm.cached_tokens == 99

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What LMCache would go on without stops the engine instead."""
+
+# Standard
+from dataclasses import replace
+from pathlib import Path
+import json
+
+# Third Party
+import pytest
+
+# First Party
+from examples.rbln_demo.processes import ServerFailedError
+from examples.rbln_demo.runtime import Runtime
+from tests.e2e.inprocess.engines import CONFIGS, EnginePool, InProcessEngine
+
+BROKEN_PLUGIN = {
+    "LMCACHE_STORAGE_PLUGINS": "Broken",
+    "LMCACHE_EXTRA_CONFIG": json.dumps(
+        {
+            "storage_plugin.Broken.module_path": "there_is_no_such_module",
+            "storage_plugin.Broken.class_name": "Broken",
+        }
+    ),
+}
+
+
+def test_a_tier_that_cannot_be_made(
+    runtime: Runtime, tmp_path: Path, engines: EnginePool
+) -> None:
+    """The engine ends by itself, threads of LMCache notwithstanding."""
+    engines.stop()  # an NPU has one owner
+    config = replace(CONFIGS["small"], name="refused", probe=False)
+    refused = InProcessEngine(config, runtime, tmp_path, BROKEN_PLUGIN)
+    try:
+        with pytest.raises(ServerFailedError, match="ended with status"):
+            refused.start()
+    finally:
+        refused.stop()
+    assert "LMCache could not start: storage backend Broken is" in refused.log()
+    assert "lmcache_rbln.allow_degraded" in refused.log()
+
+
+def test_a_start_that_fails_behind_the_registration(
+    runtime: Runtime, tmp_path: Path, engines: EnginePool
+) -> None:
+    """vLLM shuts no connector down then; the engine must end all the same."""
+    engines.stop()
+    config = replace(CONFIGS["small"], name="failed", probe=False)
+    failed = InProcessEngine(config, runtime, tmp_path, {"VLLM_RBLN_COMPILE_ONLY": "1"})
+    try:
+        with pytest.raises(ServerFailedError, match="ended with status"):
+            failed.start()
+    finally:
+        failed.stop()
+    assert "KV cache on rbln:0" in failed.log()
+    assert "mode='compile_only'" in failed.log()
