@@ -132,6 +132,7 @@ def gather(
     with Ring(geometry.device) as ring:
         regions = Regions(geometry, layers, moves)
         copies = _choose_copies(ring, regions, moves)
+        ring.begin_copies()
         rows = _straight_rows(ring, copies, chunk_views, moves)
         if rows is not None:
             torch._foreach_copy_(rows, regions.of(moves.all), non_blocking=True)
@@ -180,6 +181,7 @@ def scatter(
     with Ring(geometry.device) as ring:
         regions = Regions(geometry, layers, moves)
         copies = _choose_copies(ring, regions, moves)
+        ring.begin_copies()
         rows = _straight_rows(ring, copies, chunk_views, moves)
         if rows is not None:
             torch._foreach_copy_(regions.of(moves.all), rows, non_blocking=True)
@@ -225,7 +227,10 @@ def _choose_copies(ring: Ring, regions: Regions, moves: Moves) -> DeviceCopies:
     ):
         buffer = ring.borrow_device_buffer(device_pool(regions.device, regions.dtype))
     if buffer is not None:
+        ring.begin_copies()
         costs = measured_costs(regions.first, ring.buffers[0], buffer, ring.is_alone)
+        # It has waited for its copies.
+        ring.end_copies()
         if costs is not None and _collecting_pays(costs, moves):
             return DeviceStagedCopies(regions, buffer)
     ring.divide(_part_bytes(moves))

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 # Standard
 from collections import deque
-from contextlib import ExitStack
-from functools import lru_cache
 from typing import Any
 import atexit
 import threading
@@ -19,7 +17,7 @@ import torch
 from lmcache.logging import init_logger
 from lmcache.v1.platform.devices.rbln import staging
 from lmcache.v1.platform.devices.rbln.kv_plan import Moves
-from lmcache.v1.platform.devices.rbln.staging import StagingPool
+from lmcache.v1.platform.devices.rbln.staging import Loan, StagingPool, once
 
 logger = init_logger(__name__)
 
@@ -62,14 +60,13 @@ class Ring:
     """Staging buffers borrowed for one transfer.
 
     Leaving the ``with`` block by an exception drains the stream before a buffer goes
-    back to its pool. A buffer whose copies were not drained is quarantined.
+    back to its pool. A buffer whose copies were not drained is never used again.
 
     Args:
         device: Device of the transfer.
 
     Attributes:
         asynchronous: Whether copies are asynchronous, on a stream and pinned memory.
-        buffers: The borrowed host buffers.
         part_bytes: Bytes that one batch can use.
     """
 
@@ -77,21 +74,27 @@ class Ring:
         self.asynchronous = supports_async_copies()
         self._device = device
         self._queue: deque[Staged] = deque()
-        self._loans: list[tuple[StagingPool, list[torch.Tensor]]] = []
+        self._loans: list[Loan] = []
         self._stream: Any = None
 
     def __enter__(self) -> Ring:
-        with ExitStack() as borrowing:
-            self._pool = _pool()
-            self.buffers = borrowing.enter_context(
-                self._pool.ring(staging.RING_BUFFERS)
-            )
-            self._loans.append((self._pool, self.buffers))
+        # A loan that an interrupt keeps from being stored is dropped: it has ended.
+        self._pool = _pool()
+        self._host = self._pool.borrow(staging.RING_BUFFERS)
+        self._loans.append(self._host)
+        try:
             if self.asynchronous:
                 self._stream = torch_rbln().current_stream(self._device)
             self.divide(staging.BUFFER_BYTES)
-            self._borrowed = borrowing.pop_all()
+        except BaseException:
+            self._give_back()
+            raise
         return self
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """The borrowed host buffers."""
+        return self._host.buffers
 
     def divide(self, part_bytes: int) -> None:
         """Stage in parts of one buffer from now on; nothing is in flight yet.
@@ -103,9 +106,7 @@ class Ring:
         """
         parts = staging.BUFFER_BYTES // part_bytes
         if parts >= _ENOUGH_PARTS:
-            spare = self.buffers[1:]
-            del self.buffers[1:]
-            self._pool.give_back(spare)
+            self._host.keep(1)
         self.part_bytes = part_bytes
         self._idle = [
             buffer[part * part_bytes : (part + 1) * part_bytes]
@@ -123,12 +124,23 @@ class Ring:
             A buffer, or None if there is no memory for one, which is said once.
         """
         try:
-            buffers = self._borrowed.enter_context(pool.ring(1))
+            loan = pool.borrow(1)
         except RuntimeError as exc:
             _warn_without_device_buffers(str(exc))
             return None
-        self._loans.append((pool, buffers))
-        return buffers[0]
+        self._loans.append(loan)
+        return loan.buffers[0]
+
+    def begin_copies(self) -> None:
+        """Copies will be in flight; each stays so until the ring has waited for it."""
+        if self.asynchronous:
+            for loan in self._loans:
+                loan.begin_copies()
+
+    def end_copies(self) -> None:
+        """No copy is in flight; the caller knows, because it has waited."""
+        for loan in self._loans:
+            loan.end_copies()
 
     def is_alone(self) -> bool:
         """Return whether no other transfer of this process has staging right now."""
@@ -167,24 +179,23 @@ class Ring:
             event.synchronize()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        drained = kind is None or not self.asynchronous
-        with self._borrowed:
-            try:
-                if not drained:
-                    self._stream.synchronize()
-                    drained = True
-            except Exception:
-                logger.exception(
-                    "RBLN copies could not be drained after a failed transfer; %d "
-                    "staging buffers will not be used again",
-                    sum(len(buffers) for _, buffers in self._loans),
-                )
-            finally:
-                # Also when an interrupt ends the wait.
-                if not drained:
-                    for pool, buffers in self._loans:
-                        pool.quarantine(list(buffers))
-                        buffers.clear()
+        try:
+            if kind is not None and self._stream is not None:
+                self._stream.synchronize()
+            # Only now: until here a buffer that comes back counts as lost.
+            self.end_copies()
+        except Exception:
+            logger.exception(
+                "RBLN copies could not be drained after a failed transfer; %d staging "
+                "buffers will not be used again",
+                sum(len(loan.slots) for loan in self._loans),
+            )
+        finally:
+            self._give_back()
+
+    def _give_back(self) -> None:
+        for loan in self._loans:
+            loan.__exit__()
 
 
 def torch_rbln() -> Any:
@@ -192,7 +203,7 @@ def torch_rbln() -> Any:
     return torch.rbln  # type: ignore[attr-defined]
 
 
-@lru_cache(maxsize=1)
+@once
 def supports_async_copies() -> bool:
     """Return whether torch-rbln has streams, events and pinned memory.
 
@@ -216,7 +227,7 @@ def supports_async_copies() -> bool:
     return not missing
 
 
-@lru_cache(maxsize=1)
+@once
 def _warn_without_device_buffers(reason: str) -> None:
     logger.warning(
         "Small pieces of the KV cache are copied one by one and slower, without device "

@@ -11,13 +11,23 @@ buffer, and a transfer that holds one can always finish, so waiting cannot deadl
 from __future__ import annotations
 
 # Standard
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Generic, TypeVar
 import os
+import queue
 import threading
+import weakref
 
 # Third Party
 import torch
+
+# First Party
+from lmcache.logging import init_logger
+
+logger = init_logger(__name__)
+
+_Result = TypeVar("_Result")
 
 #: Total staging memory of a process, in MiB.
 STAGING_ENV_VAR = "LMCACHE_RBLN_STAGING_MIB"
@@ -32,8 +42,108 @@ RING_BUFFERS = 2
 PART_BYTES = 2 << 20
 
 
+#: Seconds after which a waiting transfer looks again by itself: a transfer that was
+#: interrupted at a bad moment may not have told that its buffers are back.
+_LOOK_AGAIN = 0.5
+
+
+class once(Generic[_Result]):  # noqa: N801
+    """A function that runs once a process, also where first calls race.
+
+    Others wait for it. Arguments of later calls are not looked at.
+    """
+
+    def __init__(self, function: Callable[..., _Result]) -> None:
+        self._function = function
+        self._lock = threading.Lock()
+        self._results: list[_Result] = []
+
+    def __call__(self, *arguments: object) -> _Result:
+        if not self._results:
+            with self._lock:
+                if not self._results:
+                    self._results.append(self._function(*arguments))
+        return self._results[0]
+
+    def cache_clear(self) -> None:
+        """Let it run again."""
+        self._results = []
+
+
+class _Slot:
+    """Room for one buffer of a pool. Whether it is lent follows from its borrower.
+
+    Attributes:
+        buffer: The buffer, once it is made.
+        loan: Who borrowed it last.
+        busy: Whether copies may be in flight on the buffer.
+    """
+
+    def __init__(self) -> None:
+        self.buffer: torch.Tensor | None = None
+        self.loan: weakref.ref[Loan] | None = None
+        self.busy = False
+
+    def lent(self) -> bool:
+        """Return whether the borrower is there and has not given the buffer back."""
+        loan = self.loan() if self.loan is not None else None
+        return loan is not None and not loan.ended and self in loan.slots
+
+
+class Loan:
+    """Buffers borrowed from a pool until the ``with`` block ends.
+
+    Whoever issues copies calls :meth:`begin_copies` before, and :meth:`end_copies` when
+    it knows that they are complete. A buffer that comes back in between may still be
+    written by the device, so it is never lent again. Buffers also come back if the loan
+    is dropped, so that nothing is lost wherever an interrupt strikes.
+
+    Attributes:
+        slots: Where the buffers come from.
+        ended: Whether they have been given back.
+    """
+
+    def __init__(self, pool: StagingPool) -> None:
+        self._pool = pool
+        self.slots: list[_Slot] = []
+        self.ended = False
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """The borrowed buffers."""
+        return [slot.buffer for slot in self.slots if slot.buffer is not None]
+
+    def begin_copies(self) -> None:
+        """Copies will be in flight on the buffers."""
+        for slot in self.slots:
+            slot.busy = True
+
+    def end_copies(self) -> None:
+        """No copy is in flight on the buffers."""
+        for slot in self.slots:
+            slot.busy = False
+
+    def keep(self, count: int) -> None:
+        """Give all but the first ``count`` buffers back early."""
+        self.slots = self.slots[:count]
+        self._pool.wake()
+
+    def keep_made(self) -> None:
+        """Give back what has no buffer."""
+        if any(slot.buffer is None for slot in self.slots):
+            self.slots = [slot for slot in self.slots if slot.buffer is not None]
+            self._pool.wake()
+
+    def __enter__(self) -> Loan:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.ended = True
+        self._pool.wake()
+
+
 class StagingPool:
-    """A bounded set of equally sized host buffers, made on demand.
+    """A bounded set of equally sized buffers, made on demand.
 
     Args:
         num_buffers: Buffers the pool may hold, at least 1.
@@ -44,92 +154,97 @@ class StagingPool:
         self, num_buffers: int, make_buffer: Callable[[], torch.Tensor]
     ) -> None:
         self._make_buffer = make_buffer
-        self._free: list[torch.Tensor] = []
-        self._lost: list[torch.Tensor] = []
-        self._unmade = num_buffers
-        self._capacity = num_buffers
-        self._returned = threading.Condition()
+        self._slots = [_Slot() for _ in range(num_buffers)]
+        # A plain lock and this queue are of C: no interrupt leaves them half taken.
+        self._lock = threading.Lock()
+        self._returned: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._warned = False
 
-    @contextmanager
-    def ring(self, want: int) -> Iterator[list[torch.Tensor]]:
-        """Borrow 1 to ``want`` buffers for the duration of a ``with`` block.
-
-        The block must have no copy in flight on a buffer when it ends. A buffer that
-        it cannot vouch for is taken out of the yielded list and passed to
-        :meth:`quarantine`; it is then never handed out again.
+    def borrow(self, want: int) -> Loan:
+        """Borrow 1 to ``want`` buffers.
 
         Args:
             want: Buffers the caller can use; more than one only if free right now.
 
-        Yields:
-            The borrowed buffers.
+        Returns:
+            The loan, for a ``with`` block.
 
         Raises:
-            RuntimeError: If every buffer of the pool is quarantined.
+            RuntimeError: If every buffer of the pool is lost to copies that failed.
+            Exception: If no buffer can be made, and none is there to wait for.
         """
-        buffers = self._acquire(want)
-        try:
-            yield buffers
-        finally:
-            self.give_back(buffers)
-
-    def give_back(self, buffers: list[torch.Tensor]) -> None:
-        """Give buffers back before the ``with`` block ends.
-
-        Args:
-            buffers: Buffers taken out of a list that :meth:`ring` yielded, with no copy
-                in flight.
-        """
-        with self._returned:
-            self._free.extend(buffers)
-            self._returned.notify_all()
-
-    def quarantine(self, buffers: list[torch.Tensor]) -> None:
-        """Keep buffers that a lost device may still write, and never reuse them.
-
-        Args:
-            buffers: Buffers taken out of a list that :meth:`ring` yielded.
-        """
-        with self._returned:
-            self._lost.extend(buffers)
-            self._returned.notify_all()
+        loan = Loan(self)
+        failure: Exception | None = None
+        while True:
+            self._assign(loan, want, only_made=failure is not None)
+            try:
+                for slot in loan.slots:
+                    if slot.buffer is None:
+                        slot.buffer = self._make_buffer()
+            except Exception as exc:
+                failure = exc
+                self._warn_of_fewer(exc)
+            loan.keep_made()
+            if loan.slots:
+                return loan
+            if failure is not None and not self.lent():
+                raise failure
+            self._wait()
 
     def lent(self) -> int:
         """Return how many buffers are borrowed right now."""
-        with self._returned:
-            return self._capacity - self._unmade - len(self._free) - len(self._lost)
+        with self._lock:
+            return sum(slot.lent() for slot in self._slots)
+
+    def lost(self) -> int:
+        """Return how many buffers came back with copies in flight."""
+        with self._lock:
+            return sum(slot.busy and not slot.lent() for slot in self._slots)
+
+    def wake(self) -> None:
+        """Let those who wait for a buffer look again."""
+        for _ in range(len(self._slots) - self._returned.qsize()):
+            self._returned.put(None)
 
     def close(self) -> None:
         """Free the idle buffers; a transfer under way keeps its own until it ends."""
-        with self._returned:
-            self._unmade += len(self._free)
-            self._free.clear()
+        with self._lock:
+            for slot in self._slots:
+                if not slot.busy and not slot.lent():
+                    slot.buffer = None
 
-    def _acquire(self, want: int) -> list[torch.Tensor]:
-        with self._returned:
-            self._returned.wait_for(
-                lambda: self._free or self._unmade or len(self._lost) == self._capacity
-            )
-            taken = self._free[:want]
-            del self._free[:want]
-            to_make = min(want - len(taken), self._unmade)
-            if not taken and not to_make:
+    def _assign(self, loan: Loan, want: int, only_made: bool) -> None:
+        """Lend up to ``want`` free slots, those with a buffer first."""
+        with self._lock:
+            present = [slot for slot in self._slots if not slot.busy or slot.lent()]
+            if not present:
                 raise RuntimeError(
-                    f"all {self._capacity} staging buffers are lost to device copies "
+                    f"all {len(self._slots)} staging buffers are lost to device copies "
                     "that failed; restart the process to use the NPU again"
                 )
-            self._unmade -= to_make
-        try:
-            for _ in range(to_make):
-                taken.append(self._make_buffer())
-                to_make -= 1
-        except BaseException:
-            with self._returned:
-                self._free.extend(taken)
-                self._unmade += to_make
-                self._returned.notify_all()
-            raise
-        return taken
+            free = [slot for slot in present if not slot.lent()]
+            if only_made:
+                free = [slot for slot in free if slot.buffer is not None]
+            free.sort(key=lambda slot: slot.buffer is None)
+            for slot in free[:want]:
+                slot.loan = weakref.ref(loan)
+                loan.slots.append(slot)
+
+    def _wait(self) -> None:
+        """Wait until a buffer may have come back."""
+        with suppress(queue.Empty):
+            self._returned.get(timeout=_LOOK_AGAIN)
+
+    def _warn_of_fewer(self, exc: Exception) -> None:
+        with self._lock:
+            first, self._warned = not self._warned, True
+        if first:
+            logger.warning(
+                "RBLN transfers share fewer than %d staging buffers and may be slower; "
+                "another one can't be made: %s",
+                len(self._slots),
+                exc,
+            )
 
 
 def staging_buffers_setting() -> int:

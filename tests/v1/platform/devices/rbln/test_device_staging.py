@@ -235,7 +235,8 @@ def measure_in_threads(
 
     def work() -> torch.Tensor:
         chunk = torch.zeros(case.chunk_shape(8), dtype=case.dtype)
-        transfer(case, True, layers, [chunk], [4, 1], 8)
+        with torch.rbln.stream(torch.rbln.Stream("rbln:0")):
+            transfer(case, True, layers, [chunk], [4, 1], 8)
         return as_bytes(chunk)
 
     with ThreadPoolExecutor(1 + others) as executor:

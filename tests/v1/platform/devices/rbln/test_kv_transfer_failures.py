@@ -5,8 +5,12 @@
 from __future__ import annotations
 
 # Standard
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import FrameType
 from unittest.mock import MagicMock
+import itertools
+import linecache
+import sys
 
 # Third Party
 from kv_reference import (
@@ -24,7 +28,13 @@ import pytest
 import torch
 
 # First Party
-from lmcache.v1.platform.devices.rbln import device_copies, ring, staging
+from lmcache.v1.platform.devices.rbln import (
+    device_copies,
+    device_staging,
+    kv_transfer,
+    ring,
+    staging,
+)
 from lmcache.v1.platform.devices.rbln.device_copies import Regions
 from lmcache.v1.platform.devices.rbln.staging import StagingPool
 
@@ -77,8 +87,8 @@ def test_a_failed_transfer_is_drained_and_gives_its_buffers_back(
         with pytest.raises(Failure):
             transfer(CASE, to_chunks, device_layers, [chunk], [2], 128)
     assert torch.rbln.current_stream("rbln:0").query()
-    with pool.ring(BUFFERS) as buffers:
-        assert len({buffer.data_ptr() for buffer in buffers}) == BUFFERS
+    with pool.borrow(BUFFERS) as loan:
+        assert len({buffer.data_ptr() for buffer in loan.buffers}) == BUFFERS
     # The next transfer through the same buffers is right.
     device_layers = [upload(layer, "rbln:0") for layer in layers]
     wanted = [torch.zeros_like(chunk)]
@@ -107,6 +117,83 @@ def test_buffers_that_were_not_drained_are_never_used_again(
     torch.rbln.synchronize()
     with pytest.raises(RuntimeError, match="restart the process"):
         transfer(CASE, True, layers, [chunk], [0], 128)
+
+
+class InterruptAt:
+    """Raises KeyboardInterrupt at the n-th line of the staging code that runs."""
+
+    FILES = ("rbln/ring.py", "rbln/staging.py", "rbln/kv_transfer.py", "contextlib.py")
+
+    def __init__(self, line: int) -> None:
+        self._left = line
+
+    def __call__(self, frame: FrameType, event: str, _: object) -> InterruptAt | None:
+        if not frame.f_code.co_filename.endswith(self.FILES):
+            return None
+        # Before it releases a lock CPython traces the line, but takes no signal.
+        code = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        if event == "line" and "lock:" not in code:
+            self._left -= 1
+            if self._left == 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self
+
+    def strikes(self, work: Callable[[], None]) -> bool:
+        """Run ``work``; return whether it was interrupted."""
+        before = sys.gettrace()
+        sys.settrace(self)
+        try:
+            work()
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(before)
+        return False
+
+
+@pytest.mark.parametrize("collects", [False, True])
+@pytest.mark.parametrize("to_chunks", [True, False])
+def test_an_interrupt_anywhere_loses_no_capacity(
+    monkeypatch: pytest.MonkeyPatch, to_chunks: bool, collects: bool
+) -> None:
+    case = Case("blocks_first", 2, 6, 2, 4, 8, torch.float16)
+    layers = [
+        upload(random_bits(case.layer_shape, case.dtype, i), "rbln:0") for i in range(2)
+    ]
+    chunk = random_bits(case.chunk_shape(16), case.dtype, 9)
+    monkeypatch.setattr(staging, "BUFFER_BYTES", 1024)
+    monkeypatch.setattr(device_staging, "_pools", {})
+    monkeypatch.setattr(ring, "_process_pool", StagingPool(3, ring._make_buffer))
+    monkeypatch.setattr(kv_transfer, "MIN_PIECES_TO_COLLECT", 2)
+    monkeypatch.setattr(kv_transfer, "_collecting_pays", lambda *_: collects)
+    stream = torch.rbln.current_stream("rbln:0")
+
+    def work() -> None:
+        transfer(case, to_chunks, layers, [chunk], [4, 1, 3, 0], 16)
+
+    work()
+    struck = lost = 0
+    for line in itertools.count(1):
+        small = StagingPool(3, ring._make_buffer)
+        monkeypatch.setattr(ring, "_process_pool", small)
+        if not InterruptAt(line).strikes(work):
+            break
+        struck += 1
+        # Nothing is borrowed for ever, and what copies may still write is not lent.
+        assert small.lent() == 0
+        if not stream.query():
+            assert small.lost() > 0
+            stream.synchronize()
+        for device_pool in device_staging._pools.values():
+            assert device_pool.lent() == 0
+        if any(pool.lost() for pool in device_staging._pools.values()):
+            monkeypatch.setattr(device_staging, "_pools", {})
+        lost += small.lost() > 0
+    assert struck > 50
+    # Almost everywhere the stream is drained, and nothing is lost.
+    assert lost < struck / 4
+    work()
 
 
 def test_a_transfer_that_can_t_start_gives_its_buffers_back(

@@ -90,6 +90,6 @@ def test_eight_threads_stay_within_the_bound_and_leave_nothing_behind(
     assert held(made) <= DEFAULT_STAGING_MIB << 20
     # All of it is there for whoever comes next; nothing was lost with a thread.
     capacity = (DEFAULT_STAGING_MIB << 20) // BUFFER_BYTES
-    with ring._pool().ring(capacity) as buffers:
-        assert len({buffer.data_ptr() for buffer in buffers}) == capacity
+    with ring._pool().borrow(capacity) as loan:
+        assert len({buffer.data_ptr() for buffer in loan.buffers}) == capacity
     assert held(made) == DEFAULT_STAGING_MIB << 20

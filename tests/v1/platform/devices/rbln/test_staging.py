@@ -5,7 +5,9 @@
 from __future__ import annotations
 
 # Standard
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import MagicMock
 import threading
 
 # Third Party
@@ -13,6 +15,7 @@ import pytest
 import torch
 
 # First Party
+from lmcache.v1.platform.devices.rbln import staging
 from lmcache.v1.platform.devices.rbln.staging import (
     BUFFER_BYTES,
     STAGING_ENV_VAR,
@@ -39,16 +42,16 @@ def test_buffers_are_made_on_demand_and_reused() -> None:
     pool = StagingPool(4, maker)
     assert maker.made == 0
     for _ in range(3):
-        with pool.ring(2) as buffers:
-            assert len(buffers) == 2
+        with pool.borrow(2) as loan:
+            assert len(loan.buffers) == 2
     assert maker.made == 2
 
 
 def test_a_second_ring_takes_what_is_left() -> None:
     pool = StagingPool(3, Maker())
-    with pool.ring(2) as first, pool.ring(6) as second:
-        assert (len(first), len(second)) == (2, 1)
-        addresses = {buffer.data_ptr() for buffer in first + second}
+    with pool.borrow(2) as first, pool.borrow(6) as second:
+        assert (len(first.buffers), len(second.buffers)) == (2, 1)
+        addresses = {buffer.data_ptr() for buffer in first.buffers + second.buffers}
         assert len(addresses) == 3
 
 
@@ -58,10 +61,10 @@ def test_threads_never_share_a_buffer_and_the_pool_never_grows() -> None:
 
     def work(mark: int) -> None:
         for _ in range(200):
-            with pool.ring(2) as buffers:
-                for buffer in buffers:
+            with pool.borrow(2) as loan:
+                for buffer in loan.buffers:
                     buffer.fill_(mark)
-                for buffer in buffers:
+                for buffer in loan.buffers:
                     assert bool((buffer == mark).all())
 
     with ThreadPoolExecutor(8) as executor:
@@ -75,11 +78,11 @@ def test_a_waiting_thread_gets_the_buffer_that_is_returned() -> None:
     got = threading.Event()
 
     def wait() -> None:
-        with pool.ring(1):
+        with pool.borrow(1):
             got.set()
 
     with ThreadPoolExecutor(1) as executor:
-        with pool.ring(1):
+        with pool.borrow(1):
             result = executor.submit(wait)
             assert not got.wait(0.05)
         result.result(timeout=10)
@@ -88,19 +91,19 @@ def test_a_waiting_thread_gets_the_buffer_that_is_returned() -> None:
 
 def test_a_buffer_given_back_early_serves_another_ring() -> None:
     pool = StagingPool(2, Maker())
-    with pool.ring(2) as first:
-        pool.give_back([first.pop()])
-        with pool.ring(2) as second:
-            assert (len(first), len(second)) == (1, 1)
-            assert first[0].data_ptr() != second[0].data_ptr()
-    with pool.ring(3) as buffers:
-        assert len({buffer.data_ptr() for buffer in buffers}) == 2
+    with pool.borrow(2) as first:
+        first.keep(1)
+        with pool.borrow(2) as second:
+            assert (len(first.buffers), len(second.buffers)) == (1, 1)
+            assert first.buffers[0].data_ptr() != second.buffers[0].data_ptr()
+    with pool.borrow(3) as loan:
+        assert len({buffer.data_ptr() for buffer in loan.buffers}) == 2
 
 
 def test_buffers_come_back_after_an_exception() -> None:
     pool = StagingPool(1, Maker())
     for _ in range(3):
-        with pytest.raises(KeyError), pool.ring(1):
+        with pytest.raises(KeyError), pool.borrow(1):
             raise KeyError
 
 
@@ -114,47 +117,119 @@ def test_a_failed_allocation_loses_no_capacity() -> None:
         return torch.zeros(1)
 
     pool = StagingPool(2, make)
-    with pytest.raises(MemoryError), pool.ring(2):
+    with pytest.raises(MemoryError), pool.borrow(2):
         pass
-    with pool.ring(2) as buffers:
-        assert len(buffers) == 2
+    with pool.borrow(2) as loan:
+        assert len(loan.buffers) == 2
 
 
-def test_a_quarantined_buffer_is_never_handed_out_again() -> None:
+def test_a_buffer_with_copies_in_flight_is_never_handed_out_again() -> None:
     pool = StagingPool(2, Maker())
-    with pool.ring(2) as buffers:
-        lost = buffers.pop()
-        pool.quarantine([lost])
-    with pool.ring(2) as buffers:
-        assert [buffer.data_ptr() for buffer in buffers] != [lost.data_ptr()]
-        assert len(buffers) == 1
-        pool.quarantine(list(buffers))
-        buffers.clear()
-    with pytest.raises(RuntimeError, match="restart the process"), pool.ring(1):
-        pass
+    with pool.borrow(1) as loan:
+        lost = loan.buffers[0]
+        loan.begin_copies()
+    assert (pool.lent(), pool.lost()) == (0, 1)
+    with pool.borrow(2) as loan:
+        (other,) = loan.buffers
+        assert other.data_ptr() != lost.data_ptr()
+        loan.begin_copies()
+        loan.end_copies()
+    with pool.borrow(2) as loan:
+        loan.begin_copies()
+    assert pool.lost() == 2
+    with pytest.raises(RuntimeError, match="restart the process"):
+        pool.borrow(1)
 
 
 def test_a_waiting_thread_learns_that_all_buffers_are_lost() -> None:
     pool = StagingPool(1, Maker())
-
-    def wait() -> None:
-        with pool.ring(1):
-            pass
-
-    with ThreadPoolExecutor(1) as executor, pool.ring(1) as buffers:
-        result = executor.submit(wait)
-        pool.quarantine([buffers.pop()])
+    with ThreadPoolExecutor(1) as executor:
+        with pool.borrow(1) as loan:
+            result = executor.submit(pool.borrow, 1)
+            loan.begin_copies()
         with pytest.raises(RuntimeError, match="restart the process"):
             result.result(timeout=30)
+
+
+def test_a_loan_that_is_dropped_comes_back() -> None:
+    """As after an interrupt between the call and the ``with`` block."""
+    pool = StagingPool(2, Maker())
+    pool.borrow(1)
+    assert pool.lent() == 0
+    with pool.borrow(2) as loan:
+        assert len(loan.buffers) == 2
+    dropped = pool.borrow(1)
+    dropped.begin_copies()
+    del dropped
+    assert (pool.lent(), pool.lost()) == (0, 1)
+
+
+def test_a_waiting_thread_finds_a_buffer_that_nobody_announced() -> None:
+    pool = StagingPool(1, Maker())
+    held = [pool.borrow(1)]
+    with ThreadPoolExecutor(1) as executor:
+        result = executor.submit(pool.borrow, 1)
+        assert not result.done()
+        held.clear()
+        assert len(result.result(timeout=30).buffers) == 1
+
+
+def failing_maker(good: int) -> Callable[[], torch.Tensor]:
+    """Return a maker that has memory for ``good`` buffers."""
+    made: list[int] = []
+
+    def make() -> torch.Tensor:
+        if len(made) == good:
+            raise RuntimeError("out of pinned memory")
+        made.append(1)
+        return torch.zeros(16)
+
+    return make
+
+
+def test_a_transfer_goes_on_with_the_buffers_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    warning = MagicMock()
+    monkeypatch.setattr(staging.logger, "warning", warning)
+    pool = StagingPool(4, failing_maker(1))
+    for _ in range(3):
+        with pool.borrow(2) as loan:
+            assert len(loan.buffers) == 1
+    warning.assert_called_once()
+    assert "out of pinned memory" in str(warning.call_args)
+
+
+def test_a_transfer_without_memory_waits_for_another_s_buffer() -> None:
+    pool = StagingPool(4, failing_maker(1))
+    with ThreadPoolExecutor(2) as executor:
+        with pool.borrow(2) as loan:
+            waiting = [executor.submit(work_once, pool) for _ in range(2)]
+            assert not any(result.done() for result in waiting)
+            address = loan.buffers[0].data_ptr()
+        assert [result.result(timeout=30) for result in waiting] == [[address]] * 2
+
+
+def work_once(pool: StagingPool) -> list[int]:
+    with pool.borrow(2) as loan:
+        return [buffer.data_ptr() for buffer in loan.buffers]
+
+
+def test_without_any_buffer_the_reason_is_raised() -> None:
+    pool = StagingPool(4, failing_maker(0))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="out of pinned memory"):
+            pool.borrow(2)
+    assert pool.lent() == 0
 
 
 def test_closing_frees_idle_buffers() -> None:
     maker = Maker()
     pool = StagingPool(2, maker)
-    with pool.ring(2):
+    with pool.borrow(2):
         pass
     pool.close()
-    with pool.ring(2):
+    with pool.borrow(2):
         pass
     assert maker.made == 4
 
