@@ -14,12 +14,14 @@ from typing import Any, ClassVar, TypeVar
 import operator
 
 # Third Party
+import numpy as np
 import torch
 
 # First Party
 from lmcache.lmcache_native import EngineKVFormat, TransferDirection
 from lmcache.v1.platform.base.device_ops import DeviceOps
 from lmcache.v1.platform.devices.rbln import kv_transfer
+from lmcache.v1.platform.devices.rbln.host_transpose import transpose_threads
 from lmcache.v1.platform.devices.rbln.kv_layout import (
     KVGeometry,
     chunk_view,
@@ -27,6 +29,7 @@ from lmcache.v1.platform.devices.rbln.kv_layout import (
 )
 from lmcache.v1.platform.devices.rbln.kv_plan import plan_pieces
 from lmcache.v1.platform.devices.rbln.ring import torch_rbln
+from lmcache.v1.platform.devices.rbln.staging import staging_buffers_setting
 from lmcache.v1.platform.ops_types import PageBufferShapeDesc
 
 
@@ -42,6 +45,16 @@ class RblnDeviceOps(DeviceOps):
     #: Every transfer returns after its last device copy has completed, so LMCache may
     #: free host memory without synchronizing a device that it may not even hold.
     transfers_complete_on_return: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        """Check the settings of transfers, so that a bad one stops start-up.
+
+        Raises:
+            ValueError: If a setting has no meaning; the message names it.
+        """
+        super().__init__()
+        transpose_threads()
+        staging_buffers_setting()
 
     def multi_layer_block_kv_transfer(
         self,
@@ -249,14 +262,7 @@ def _require_chunks(
 
 def _require_writable(chunks: Sequence[torch.Tensor]) -> None:
     """Refuse chunks that a gather would write to more than once."""
-    seen: dict[int, int] = {}
     for index, chunk in enumerate(chunks):
-        other = seen.setdefault(chunk.data_ptr(), index)
-        if other != index:
-            raise ValueError(
-                f"chunks {other} and {index} are the same memory; pass a chunk of its "
-                "own for each to gather into"
-            )
         extent = 1
         for stride, size in sorted(zip(chunk.stride(), chunk.shape, strict=True)):
             if size > 1 and stride < extent:
@@ -266,6 +272,58 @@ def _require_writable(chunks: Sequence[torch.Tensor]) -> None:
                     "chunk with memory of its own for each"
                 )
             extent += stride * (size - 1)
+    # By address; chunks whose extents meet are compared together.
+    meeting: list[int] = []
+    reach = 0
+    for index in sorted(range(len(chunks)), key=lambda i: chunks[i].data_ptr()):
+        chunk = chunks[index]
+        if chunk.data_ptr() >= reach:
+            _require_no_shared_bytes(chunks, meeting)
+            meeting = []
+        meeting.append(index)
+        last = sum(
+            stride * (size - 1)
+            for stride, size in zip(chunk.stride(), chunk.shape, strict=True)
+        )
+        reach = max(reach, chunk.data_ptr() + (last + 1) * chunk.element_size())
+    _require_no_shared_bytes(chunks, meeting)
+
+
+def _require_no_shared_bytes(
+    chunks: Sequence[torch.Tensor], indices: Sequence[int]
+) -> None:
+    """Refuse chunks that share bytes; windows of one buffer may interleave."""
+    if len(indices) < 2:
+        return
+    runs = [_dense_runs(chunks[index]) for index in indices]
+    starts = np.concatenate([first for first, _ in runs])
+    lengths = np.concatenate([np.full(len(first), length) for first, length in runs])
+    owners = np.concatenate(
+        [np.full(len(run[0]), index) for run, index in zip(runs, indices, strict=True)]
+    )
+    order = np.argsort(starts, kind="stable")
+    ends = (starts + lengths)[order]
+    # A chunk's own runs do not overlap, so neighbours tell.
+    shared = np.flatnonzero(ends[:-1] > starts[order][1:])
+    if len(shared):
+        first, second = sorted(owners[order][shared[0] : shared[0] + 2].tolist())
+        raise ValueError(
+            f"chunks {first} and {second} are the same memory, in whole or in part; "
+            "pass a chunk of its own for each to gather into"
+        )
+
+
+def _dense_runs(chunk: torch.Tensor) -> tuple[np.ndarray, int]:
+    """Return where a chunk's dense runs start, and the length of each, in bytes."""
+    run = 1
+    starts = np.zeros(1, dtype=np.int64)
+    for stride, size in sorted(zip(chunk.stride(), chunk.shape, strict=True)):
+        if size > 1 and stride == run and len(starts) == 1:
+            run *= size
+        elif size > 1:
+            starts = np.add.outer(np.arange(size) * stride, starts).ravel()
+    itemsize = chunk.element_size()
+    return chunk.data_ptr() + starts * itemsize, run * itemsize
 
 
 def _split_block_ids(

@@ -23,6 +23,8 @@ import torch
 
 # First Party
 from lmcache.logging import init_logger
+from lmcache.v1.platform.devices.rbln.kv_plan import TILE_COLUMNS
+from lmcache.v1.platform.devices.rbln.staging import once
 
 logger = init_logger(__name__)
 
@@ -30,6 +32,9 @@ logger = init_logger(__name__)
 THREADS_ENV_VAR = "LMCACHE_RBLN_TRANSPOSE_THREADS"
 #: More than this hardly helps: a few cores use all of the memory's bandwidth.
 MAX_DEFAULT_THREADS = 4
+
+#: More threads than any machine has memory bandwidth for.
+MAX_THREADS = 64
 
 #: Integer types of the same width, so that torch moves bits and not numbers.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -67,18 +72,24 @@ def host_transposition(chunk_views: Sequence[torch.Tensor]) -> HostTransposition
     return _NativeTransposition(native, chunk_views, transpose_threads())
 
 
-@lru_cache(maxsize=1)
+@once
 def _native() -> ModuleType | None:
     """Return the native extension, or None and one warning that says why."""
     try:
-        return importlib.import_module("lmcache.kv_transpose")
-    except ImportError as exc:
-        logger.warning(
-            "KV blocks are transposed by torch, several times slower: the extension "
-            "lmcache.kv_transpose can't be imported (%s). Install a wheel of this "
-            "LMCache that was built for this Python and torch",
-            exc,
-        )
+        native = importlib.import_module("lmcache.kv_transpose")
+        columns = tuple(native.TILE_COLUMNS)
+        if columns == TILE_COLUMNS:
+            return native
+        reason = f"it is of another LMCache, with tiles of {', '.join(columns)}"
+    except Exception as exc:
+        # Whatever an extension of another build raises, torch does the same.
+        reason = f"it can't be imported: {exc}"
+    logger.warning(
+        "KV blocks are transposed by torch, several times slower, without the "
+        "extension lmcache.kv_transpose: %s. Install a wheel of this LMCache that was "
+        "built for this Python and torch",
+        reason,
+    )
     return None
 
 
@@ -91,16 +102,16 @@ def transpose_threads() -> int:
         CPUs that this process may use, so that copies keep one, but 1 to 4.
 
     Raises:
-        ValueError: If the setting is not a whole number of at least 1.
+        ValueError: If the setting is not a whole number of 1 to 64.
     """
     raw = os.environ.get(THREADS_ENV_VAR, "").strip()
     if not raw:
         spare = len(os.sched_getaffinity(0)) - 1
         return max(1, min(MAX_DEFAULT_THREADS, spare))
-    if not raw.isascii() or not raw.isdigit() or int(raw) < 1:
+    if not raw.isascii() or not raw.isdigit() or not 1 <= int(raw) <= MAX_THREADS:
         raise ValueError(
-            f"{THREADS_ENV_VAR}={raw!r} is not a whole number of at least 1; set for "
-            f"example {THREADS_ENV_VAR}=2"
+            f"{THREADS_ENV_VAR}={raw!r} is not a whole number of 1 to "
+            f"{MAX_THREADS}; set for example {THREADS_ENV_VAR}=2"
         )
     return int(raw)
 

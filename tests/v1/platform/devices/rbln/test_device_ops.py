@@ -424,6 +424,41 @@ def test_a_gather_into_memory_that_is_used_twice_is_refused() -> None:
     call.run()
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_gather_into_chunks_that_overlap_in_part_is_refused(layout: Layout) -> None:
+    call = Call(layout)
+    shape = call.case.chunk_shape(8)
+    count = torch.Size(shape).numel()
+    pool = random_bits((3 * count,), call.case.dtype, 3)
+    first = pool[:count].view(shape)
+    wide = pool[: 2 * count].view(call.case.chunk_shape(16))
+    for chunks in (
+        [first, pool[1 : 1 + count].view(shape)],
+        [pool[count - 1 : 2 * count - 1].view(shape), first],
+        [wide[..., 0:8, :], wide[..., 7:15, :]],
+        [wide[..., 8:16, :], first],
+    ):
+        Call(layout).refuses(
+            "chunks 0 and 1 are the same memory",
+            lmcache_objects_ptrs=chunks,
+            direction=D2H,
+        )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_gather_into_windows_that_interleave(layout: Layout) -> None:
+    """Their extents overlap, their elements don't."""
+    call = Call(layout)
+    pool = random_bits(call.case.chunk_shape(16), call.case.dtype, 3)
+    windows = [pool[..., 8:16, :], pool[..., 0:8, :]]
+    apart = [torch.empty_like(window) for window in windows]
+    for chunks in (windows, apart):
+        call.arguments |= {"lmcache_objects_ptrs": chunks, "direction": D2H}
+        call.run()
+    for window, wanted in zip(windows, apart, strict=True):
+        assert torch.equal(as_bytes(window), as_bytes(wanted))
+
+
 def test_lmcache_may_free_memory_without_a_synchronize() -> None:
     """What keeps the server from claiming NPUs; transfers keep the promise."""
     assert RblnDeviceOps().transfers_complete_on_return

@@ -7,10 +7,13 @@ from __future__ import annotations
 # Standard
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock
 import os
 import sys
+import threading
+import time
 
 # Third Party
 from hypothesis import given, settings
@@ -23,6 +26,7 @@ import torch
 # First Party
 from lmcache import kv_transpose
 from lmcache.v1.platform.devices.rbln import host_transpose
+from lmcache.v1.platform.devices.rbln.device_ops import RblnDeviceOps
 from lmcache.v1.platform.devices.rbln.host_transpose import (
     THREADS_ENV_VAR,
     _NativeTransposition,
@@ -30,6 +34,7 @@ from lmcache.v1.platform.devices.rbln.host_transpose import (
     transpose_threads,
 )
 from lmcache.v1.platform.devices.rbln.kv_plan import TILE_COLUMNS
+from lmcache.v1.platform.devices.rbln.staging import STAGING_ENV_VAR
 
 DTYPES = {1: torch.float8_e4m3fn, 2: torch.bfloat16, 4: torch.float32, 8: torch.int64}
 
@@ -269,8 +274,58 @@ def test_the_threads_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     assert THREADS_ENV_VAR == "LMCACHE_RBLN_TRANSPOSE_THREADS"
     monkeypatch.setenv(THREADS_ENV_VAR, " 7 ")
     assert transpose_threads() == 7
-    for raw in ("0", "-1", "two", "1.5", "²"):
+    for raw in ("0", "-1", "two", "1.5", "²", "65", "100000"):
         transpose_threads.cache_clear()
         monkeypatch.setenv(THREADS_ENV_VAR, raw)
         with pytest.raises(ValueError, match=THREADS_ENV_VAR):
             transpose_threads()
+
+
+@pytest.mark.parametrize("name", [THREADS_ENV_VAR, STAGING_ENV_VAR])
+def test_a_bad_setting_stops_start_up(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, "many")
+    with pytest.raises(ValueError, match=name):
+        RblnDeviceOps()
+
+
+class Extension(ModuleType):
+    """An extension whose columns a test gives, slowly."""
+
+    columns: Any = ()
+
+    @property
+    def TILE_COLUMNS(self) -> Any:  # noqa: N802
+        time.sleep(0.01)
+        if isinstance(self.columns, Exception):
+            raise self.columns
+        return self.columns
+
+
+@pytest.mark.parametrize(
+    ("columns", "says"),
+    [
+        (TILE_COLUMNS[::-1], "another LMCache"),
+        (OSError("another build"), "another build"),
+    ],
+)
+def test_an_extension_of_another_build_is_not_used_which_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, columns: object, says: str
+) -> None:
+    warning = MagicMock()
+    monkeypatch.setattr(host_transpose.logger, "warning", warning)
+    extension = Extension("lmcache.kv_transpose")
+    extension.columns = columns
+    monkeypatch.setitem(sys.modules, "lmcache.kv_transpose", extension)
+    start = threading.Barrier(8)
+
+    def work() -> None:
+        start.wait()
+        assert host_transpose._native() is None
+
+    with ThreadPoolExecutor(8) as executor:
+        for result in [executor.submit(work) for _ in range(8)]:
+            result.result()
+    warning.assert_called_once()
+    assert says in warning.call_args.args[0] % warning.call_args.args[1:]
