@@ -48,7 +48,12 @@ from lmcache.v1.platform.devices.rbln.kv_plan import (
     chunk_slice,
     device_slice,
 )
-from lmcache.v1.platform.devices.rbln.ring import Ring, Staged
+from lmcache.v1.platform.devices.rbln.ring import (
+    Ring,
+    Staged,
+    copy_straight,
+    supports_async_copies,
+)
 
 #: With fewer pieces than this a transfer's time is not in their fixed cost.
 MIN_PIECES_TO_COLLECT = 16
@@ -129,15 +134,14 @@ def gather(
         copied.wait()
         host.gather(copied.buffer, moves.tiles_of(copied.batch))
 
+    regions = Regions(geometry, layers, moves)
+    rows = _straight_rows(chunk_views, moves)
+    if rows is not None:
+        copy_straight(geometry.device, rows, regions.of(moves.all), chunk_views)
+        return
     with Ring(geometry.device) as ring:
-        regions = Regions(geometry, layers, moves)
         copies = _choose_copies(ring, regions, moves)
         ring.begin_copies()
-        rows = _straight_rows(ring, copies, chunk_views, moves)
-        if rows is not None:
-            torch._foreach_copy_(rows, regions.of(moves.all), non_blocking=True)
-            ring.wait()
-            return
         for batch in moves.pack(_batch_bytes(copies, ring, moves)):
             if not ring.has_idle():
                 finish(ring.oldest())
@@ -178,15 +182,14 @@ def scatter(
         return
     moves = Moves(geometry, pieces)
     host = host_transposition(chunk_views)
+    regions = Regions(geometry, layers, moves)
+    rows = _straight_rows(chunk_views, moves)
+    if rows is not None:
+        copy_straight(geometry.device, regions.of(moves.all), rows, chunk_views)
+        return
     with Ring(geometry.device) as ring:
-        regions = Regions(geometry, layers, moves)
         copies = _choose_copies(ring, regions, moves)
         ring.begin_copies()
-        rows = _straight_rows(ring, copies, chunk_views, moves)
-        if rows is not None:
-            torch._foreach_copy_(regions.of(moves.all), rows, non_blocking=True)
-            ring.wait()
-            return
         for batch in moves.pack(_batch_bytes(copies, ring, moves)):
             if not ring.has_idle():
                 ring.oldest().wait()
@@ -220,11 +223,7 @@ def _batch_bytes(copies: DeviceCopies, ring: Ring, moves: Moves) -> int:
 def _choose_copies(ring: Ring, regions: Regions, moves: Moves) -> DeviceCopies:
     """Return the cheaper copies, and divide the ring's buffers for them."""
     buffer = None
-    if (
-        ring.asynchronous
-        and len(moves.sizes) >= MIN_PIECES_TO_COLLECT
-        and _collecting_pays(HARDWARE_COSTS, moves)
-    ):
+    if ring.asynchronous and _may_collect(moves):
         buffer = ring.borrow_device_buffer(device_pool(regions.device, regions.dtype))
     if buffer is not None:
         ring.begin_copies()
@@ -245,17 +244,22 @@ def _collecting_pays(costs: CopyCosts, moves: Moves) -> bool:
 
 
 def _straight_rows(
-    ring: Ring,
-    copies: DeviceCopies,
-    chunk_views: Sequence[torch.Tensor],
-    moves: Moves,
+    chunk_views: Sequence[torch.Tensor], moves: Moves
 ) -> list[torch.Tensor] | None:
     """Return chunk memory that the device can copy to and from itself, or None.
 
     It can where a piece is contiguous in its chunk too, as MLA's are, and the chunk is
-    pinned. Through pageable memory the link is slower than by way of staging.
+    pinned. Through pageable memory the link is slower than by way of staging. So it is
+    for small pieces, which are collected where that pays.
     """
-    if not isinstance(copies, DirectCopies) or not ring.asynchronous:
+    if not supports_async_copies() or _may_collect(moves):
         return None
     rows = ChunkRows(chunk_views)
     return rows.of(moves) if rows.dense and rows.pinned else None
+
+
+def _may_collect(moves: Moves) -> bool:
+    """Return whether collecting pays, or may do where costs are not measured yet."""
+    return len(moves.sizes) >= MIN_PIECES_TO_COLLECT and _collecting_pays(
+        HARDWARE_COSTS, moves
+    )

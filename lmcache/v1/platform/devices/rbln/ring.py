@@ -6,6 +6,7 @@ from __future__ import annotations
 
 # Standard
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 import atexit
 import threading
@@ -171,13 +172,6 @@ class Ring:
         self._idle.append(staged.buffer)
         return staged
 
-    def wait(self) -> None:
-        """Wait until every copy of the transfer is complete."""
-        if self._stream is not None:
-            event = torch_rbln().Event()
-            event.record(self._stream)
-            event.synchronize()
-
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is not None and self._stream is not None:
@@ -196,6 +190,49 @@ class Ring:
     def _give_back(self) -> None:
         for loan in self._loans:
             loan.__exit__()
+
+
+#: Chunks that the device copies to or from by itself; those stay whose copies were not
+#: seen to end, so that their memory is not freed.
+_straight: dict[object, Sequence[torch.Tensor]] = {}
+
+
+def copy_straight(
+    device: torch.device,
+    targets: list[torch.Tensor],
+    sources: list[torch.Tensor],
+    chunks: Sequence[torch.Tensor],
+) -> None:
+    """Copy between blocks and pinned chunks without staging, and wait for it.
+
+    Args:
+        device: Device of the blocks.
+        targets: What to write.
+        sources: What to read, as ``targets``.
+        chunks: The chunks that hold one side of each copy.
+
+    Raises:
+        RuntimeError: If a copy fails. If the device could not be waited for either, the
+            message says that it may still use the chunks' memory, which is then kept.
+    """
+    stream = torch_rbln().current_stream(device)
+    key = object()
+    _straight[key] = chunks
+    try:
+        torch._foreach_copy_(targets, sources, non_blocking=True)
+        stream.synchronize()
+    except BaseException as failure:
+        try:
+            stream.synchronize()
+        except Exception as exc:
+            raise RuntimeError(
+                "RBLN copies could not be drained after a failed transfer, so the NPU "
+                f"may still access the memory of its {len(chunks)} chunks. They are "
+                "kept; do not reuse their memory and restart the process"
+            ) from exc
+        del _straight[key]
+        raise failure
+    del _straight[key]
 
 
 def torch_rbln() -> Any:

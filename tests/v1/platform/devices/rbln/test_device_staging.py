@@ -320,8 +320,8 @@ def test_mla_goes_straight_into_pinned_chunks(
     device_layers = [upload(layer, "rbln:0") for layer in layers]
     chunks = [torch.zeros(case.chunk_shape(n), dtype=case.dtype, pin_memory=True)
               for n in (8, tokens)]  # fmt: skip
-    # Nothing is staged.
-    monkeypatch.setattr(ring.Ring, "stage", lambda *_: pytest.fail("staged"))
+    # Nothing is staged, and no staging borrowed.
+    monkeypatch.setattr(ring, "_pool", lambda: pytest.fail("borrowed"))
     blocks = [4, 1, 7, 2]
     transfer(case, True, device_layers, chunks, blocks, 8)
     for index, layer in enumerate(layers):
@@ -336,3 +336,26 @@ def test_mla_goes_straight_into_pinned_chunks(
             slots = max(0, min(4, 8 + tokens - 4 * number))
             wanted[block, :slots] = layer[block, :slots]
         assert torch.equal(as_bytes(got), as_bytes(wanted))
+
+
+@pytest.mark.parametrize("to_chunks", [True, False])
+@pytest.mark.parametrize("drains", [True, False])
+def test_chunks_that_the_device_may_still_write_are_kept(
+    monkeypatch: pytest.MonkeyPatch, to_chunks: bool, drains: bool
+) -> None:
+    case = Case("mla", 1, 8, dtype=torch.float16)
+    layer = upload(torch.zeros(case.layer_shape).half(), "rbln:0")
+    chunk = torch.zeros(case.chunk_shape(8), dtype=case.dtype, pin_memory=True)
+    real = torch.rbln.current_stream("rbln:0")
+    stream = MagicMock(wraps=real)
+    failures = [RuntimeError("device lost")] * (1 if drains else 2)
+    stream.synchronize.side_effect = [*failures, None]
+    monkeypatch.setattr(ring, "_straight", {})
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.rbln, "current_stream", lambda device: stream)
+        with pytest.raises(RuntimeError) as failed:
+            transfer(case, to_chunks, [layer], [chunk], [4, 1], 8)
+    real.synchronize()
+    assert ("may still access" in str(failed.value)) is not drains
+    kept = [view.data_ptr() for views in ring._straight.values() for view in views]
+    assert kept == ([] if drains else [chunk.data_ptr()])
