@@ -82,6 +82,7 @@ class Ring:
         # A loan that an interrupt keeps from being stored is dropped: it has ended.
         self._pool = _pool()
         self._host = self._pool.borrow(staging.RING_BUFFERS)
+        self._loans_seen = self._pool.loans
         self._loans.append(self._host)
         try:
             if self.asynchronous:
@@ -144,8 +145,10 @@ class Ring:
             loan.end_copies()
 
     def is_alone(self) -> bool:
-        """Return whether no other transfer of this process has staging right now."""
-        return self._pool.lent() == len(self.buffers)
+        """Return whether no other transfer has staging, or had since the last call."""
+        before, self._loans_seen = self._loans_seen, self._pool.loans
+        alone = self._pool.lent() == len(self.buffers)
+        return alone and before == self._loans_seen
 
     def has_idle(self) -> bool:
         """Return whether a part has no copies in flight."""

@@ -148,6 +148,9 @@ class StagingPool:
     Args:
         num_buffers: Buffers the pool may hold, at least 1.
         make_buffer: Makes one buffer; called without the pool's lock held.
+
+    Attributes:
+        loans: How many there have been.
     """
 
     def __init__(
@@ -159,6 +162,7 @@ class StagingPool:
         self._lock = threading.Lock()
         self._returned: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._warned = False
+        self.loans = 0
 
     def borrow(self, want: int) -> Loan:
         """Borrow 1 to ``want`` buffers.
@@ -174,6 +178,8 @@ class StagingPool:
             Exception: If no buffer can be made, and none is there to wait for.
         """
         loan = Loan(self)
+        with self._lock:
+            self.loans += 1
         failure: Exception | None = None
         while True:
             self._assign(loan, want, only_made=failure is not None)
