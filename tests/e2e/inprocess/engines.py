@@ -89,6 +89,7 @@ CONFIGS = {
         "partial",
         model="mla",
         prefix_caching=True,
+        probe=True,
         env={"LMCACHE_SAVE_UNFULL_CHUNK": "True", "VLLM_RBLN_ENABLE_WARM_UP": "0"},
         args=("--max-num-batched-tokens", "64"),
     ),

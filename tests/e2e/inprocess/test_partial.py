@@ -55,3 +55,19 @@ def test_the_larger_of_sub_block_match_and_lmcache_is_taken(
     assert engine.hits() - before == 99
     assert engine.count(LOCAL_HITS) == local
     assert warm.cached_tokens == 99
+
+
+def test_a_sub_block_match_wins_a_tie(engine: InProcessEngine) -> None:
+    """The NPU holds a block and 64 tokens, LMCache offers as many behind the block."""
+    prompt = engine.prompt(BLOCK + SUB_BLOCK + 1, "tie")
+    [cold] = engine.ask(prompt)
+    before, local = engine.hits(), engine.count(LOCAL_HITS)
+    [warm] = engine.ask(prompt)
+    assert warm.token_ids == cold.token_ids
+    assert warm.cached_tokens == BLOCK + SUB_BLOCK
+    assert engine.hits() == before, "counted for both"
+    assert engine.count(LOCAL_HITS) - local == BLOCK + SUB_BLOCK
+    # The lookup of what was not loaded holds nothing any more.
+    engine.ask(engine.prompt(20, "one more step"))
+    state = engine.state()
+    assert {state[name] for name in ("pinned", "referenced", "lookups")} == {0}
