@@ -33,8 +33,9 @@ DEVICE_BUFFERS = 4
 _PROBES = 8
 _PROBE_BYTES = 4096
 _ROUNDS = 12
-#: Where one round takes longer, in seconds, another one is not worth it.
-_ENOUGH = 0.05
+#: Where one round takes longer, in seconds, the fixed cost is lost in what makes it so
+#: slow: another would tell no more, and hold transfers up.
+_SLOW_ROUND = 0.05
 #: Host copies that take less than this many times as long may only seem to.
 _TELLING = 2.0
 #: A fixed cost of more microseconds is not that of a free link; 17 are known.
@@ -81,6 +82,7 @@ class _Measurement:
     def __init__(self) -> None:
         self.running = threading.Lock()
         self.attempts = 0
+        self.hopeless = False
         self.host_us = self.device_us = float("inf")
 
     def take(self, host: torch.Tensor, inside: torch.Tensor, src: torch.Tensor) -> None:
@@ -90,8 +92,9 @@ class _Measurement:
             start = time.perf_counter()
             self.host_us = min(self.host_us, _fixed_us(host, src))
             self.device_us = min(self.device_us, _fixed_us(inside, src))
-            if time.perf_counter() - start > _ENOUGH:
-                break
+            if time.perf_counter() - start > _SLOW_ROUND:
+                self.hopeless = True
+                return
 
     def costs(self) -> CopyCosts:
         """Return the costs that the times show."""
@@ -143,7 +146,8 @@ def measured_costs(
         quiet = alone()
         measurement.take(host, buffer[: source.numel()], source)
         costs = measurement.costs()
-        if (quiet and alone()) or measurement.attempts >= _ATTEMPTS:
+        enough = measurement.hopeless or measurement.attempts >= _ATTEMPTS
+        if enough or (quiet and alone()):
             _measured[device] = costs
             logger.debug(
                 "RBLN copies on %s take %.1f us each to the host, %.1f us inside the "
