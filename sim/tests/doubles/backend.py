@@ -101,7 +101,10 @@ def backend(bug: Bug | None, seed: int) -> None:
     assert bug is None, "the backend makes no mistake on demand"
     # The size of the real ones hides the ring: everything here would fit one buffer.
     assert staging.BUFFER_BYTES > BUFFER_BYTES
+    buffers = staging.staging_buffers_setting()
     staging.BUFFER_BYTES = BUFFER_BYTES
+    # As many as there would be of the real ones.
+    staging.staging_buffers_setting = lambda: buffers
     machine = Machine(seed)
     try:
         _store(machine, seed)
