@@ -131,13 +131,16 @@ class RBLNLMCacheConnectorV1(LMCacheConnectorV1Dynamic):
         if self._settings.allow_degraded:
             self._warn_degraded("; ".join(problems))
             return
-        # Its threads would keep the process from ending.
-        self.shutdown()
-        raise RuntimeError(
+        message = (
             f"LMCache could not start: {'; '.join(problems)}. Fix that, or set "
             '"lmcache_rbln.allow_degraded": true in kv_connector_extra_config to serve '
             "without a cache"
         )
+        # Said first: stopping a half-started LMCache may abort the process (libzmq).
+        logger.error("%s", message)
+        # Its threads would keep the process from ending.
+        self.shutdown()
+        raise RuntimeError(message)
 
     def _warn_degraded(self, reason: object) -> None:
         logger.warning(
