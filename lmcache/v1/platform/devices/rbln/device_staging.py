@@ -33,9 +33,9 @@ DEVICE_BUFFERS = 4
 _PROBES = 8
 _PROBE_BYTES = 4096
 _ROUNDS = 12
-#: Where one round takes longer, in seconds, the fixed cost is lost in what makes it so
-#: slow: another would tell no more, and hold transfers up.
-_SLOW_ROUND = 0.05
+#: Where copies take longer, in microseconds each, the fixed cost is lost in what makes
+#: them so slow: another round would tell no more, and hold transfers up.
+_HOPELESS_US = 6000.0
 #: Host copies that take less than this many times as long may only seem to.
 _TELLING = 2.0
 #: A fixed cost of more microseconds is not that of a free link; 17 are known.
@@ -89,10 +89,10 @@ class _Measurement:
         """Measure some rounds; others can only make a copy slower, so minima count."""
         self.attempts += 1
         for _ in range(_ROUNDS):
-            start = time.perf_counter()
-            self.host_us = min(self.host_us, _fixed_us(host, src))
-            self.device_us = min(self.device_us, _fixed_us(inside, src))
-            if time.perf_counter() - start > _SLOW_ROUND:
+            host_us, device_us = _fixed_us(host, src), _fixed_us(inside, src)
+            self.host_us = min(self.host_us, host_us)
+            self.device_us = min(self.device_us, device_us)
+            if host_us + device_us > _HOPELESS_US:
                 self.hopeless = True
                 return
 
