@@ -9,6 +9,7 @@ from __future__ import annotations
 
 # Standard
 from collections.abc import Sequence
+from itertools import repeat
 from typing import Protocol
 
 # Third Party
@@ -41,37 +42,39 @@ class Regions:
         geometry: Geometry of the KV cache.
         layers: Its layers.
         moves: The transfer.
+
+    Attributes:
+        device: The device of the cache.
+        dtype: Its element type.
     """
 
     def __init__(
         self, geometry: KVGeometry, layers: Sequence[torch.Tensor], moves: Moves
     ) -> None:
-        # Pieces are contiguous: each is one cheap slice of a flat view.
-        self._layers = geometry.flat_views(layers)
+        self._layers = layers
+        self._offsets = [layer.storage_offset() for layer in layers]
         self._moves = moves
+        self.device = geometry.device
+        self.dtype = geometry.dtype
 
     def of(self, batch: range) -> list[torch.Tensor]:
         """Return the regions of some moves, 1-D and contiguous."""
-        layers, moves = self._layers, self._moves
-        return [
-            layers[layer][start : start + size]
-            for layer, start, size in zip(
-                moves.layers[batch.start : batch.stop],
-                moves.starts[batch.start : batch.stop],
-                moves.sizes[batch.start : batch.stop],
-                strict=True,
-            )
+        layers, offsets, moves = self._layers, self._offsets, self._moves
+        numbers = moves.layers[batch.start : batch.stop]
+        starts = moves.starts[batch.start : batch.stop]
+        places = [
+            offsets[layer] + start for layer, start in zip(numbers, starts, strict=True)
         ]
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the cache."""
-        return self._layers[0].device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The element type of the cache."""
-        return self._layers[0].dtype
+        # Pieces are contiguous: each is one cheap view of its layer's memory.
+        return list(
+            map(
+                torch.as_strided,
+                [layers[layer] for layer in numbers],
+                zip(self.sizes(batch), strict=True),
+                repeat((1,)),
+                places,
+            )
+        )
 
     @property
     def first(self) -> torch.Tensor:

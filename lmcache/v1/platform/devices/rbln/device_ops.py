@@ -171,6 +171,8 @@ def _whole_number(value: object, name: str) -> int:
 
 def _enum(kind: type[_Enum], value: object, name: str) -> _Enum:
     """Return a member of one of LMCache's enums, also from its number."""
+    if isinstance(value, kind):
+        return value
     for member in kind.__members__.values():
         if value == member or (isinstance(value, int) and value == int(member)):
             return member
@@ -263,6 +265,8 @@ def _require_chunks(
 def _require_writable(chunks: Sequence[torch.Tensor]) -> None:
     """Refuse chunks that a gather would write to more than once."""
     for index, chunk in enumerate(chunks):
+        if chunk.is_contiguous():
+            continue
         extent = 1
         for stride, size in sorted(zip(chunk.stride(), chunk.shape, strict=True)):
             if size > 1 and stride < extent:
@@ -272,6 +276,8 @@ def _require_writable(chunks: Sequence[torch.Tensor]) -> None:
                     "chunk with memory of its own for each"
                 )
             extent += stride * (size - 1)
+    if len(chunks) == 1:
+        return
     # By address; chunks whose extents meet are compared together.
     meeting: list[int] = []
     reach = 0

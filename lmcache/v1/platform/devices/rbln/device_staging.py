@@ -108,6 +108,11 @@ class _Measurement:
         return CopyCosts(host_descriptor_us=link_us, device_descriptor_us=0.0)
 
 
+def known_costs(device: torch.device) -> CopyCosts | None:
+    """Return the fixed costs of copies on a device once they are measured for good."""
+    return _measured.get(device)
+
+
 def measured_costs(
     region: torch.Tensor,
     pinned: torch.Tensor,

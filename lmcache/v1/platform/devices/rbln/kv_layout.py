@@ -23,6 +23,7 @@ from __future__ import annotations
 # Standard
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 # Third Party
 import torch
@@ -79,14 +80,6 @@ class KVGeometry:
         """View one of the layers as ``[NB, P, NH, BS, HS]``."""
         return layer.as_strided(self.view_shape, self.strides)
 
-    def flat_views(self, layers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """View each layer as one axis, from its first element to its last."""
-        last = sum(
-            (size - 1) * stride
-            for size, stride in zip(self.view_shape, self.strides, strict=True)
-        )
-        return [layer.as_strided((last + 1,), (1,)) for layer in layers]
-
     def chunk_shape(self, tokens: int) -> tuple[int, ...]:
         """Return the wire shape of a chunk of ``tokens`` tokens.
 
@@ -128,21 +121,18 @@ def resolve_geometry(
     if not layers:
         raise ValueError("RBLN block transfer wants at least one KV layer, got none")
     first = layers[0]
-    wanted = (first.shape, first.stride(), first.dtype, first.device)
+    shape, stride, dtype, device = wanted = _traits(first)
+    if first.is_meta:
+        _refuse_layer(0, first, wanted)
     for index, layer in enumerate(layers):
-        if layer.is_meta:
-            raise ValueError(
-                f"KV layer {index} is a meta tensor without memory; start vLLM-RBLN "
-                "with VLLM_RBLN_USE_DEVICE_TENSOR=1 so that the KV cache is in device "
-                "tensors"
-            )
-        traits = (layer.shape, layer.stride(), layer.dtype, layer.device)
-        if traits != wanted:
-            raise ValueError(
-                "the KV layers of one transfer must agree in shape, strides, dtype and "
-                f"device; layer 0 is {wanted}, layer {index} is {traits}. Models with "
-                "several kinds of KV cache (hybrid, sliding window) are not supported"
-            )
+        # Each by itself: this is done for every layer of every transfer.
+        if (
+            layer.shape != shape
+            or layer.stride() != stride
+            or layer.dtype != dtype
+            or layer.device != device
+        ):
+            _refuse_layer(index, layer, wanted)
     view = _block_view(first, engine_kv_format, layout)
     _require_dense_head_blocks(view, layout)
     num_blocks, planes, heads, block_size, head_size = view.shape
@@ -156,6 +146,28 @@ def resolve_geometry(
         dtype=first.dtype,
         device=first.device,
         strides=view.stride(),
+    )
+
+
+_Traits = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
+
+
+def _traits(layer: torch.Tensor) -> _Traits:
+    return layer.shape, layer.stride(), layer.dtype, layer.device
+
+
+def _refuse_layer(index: int, layer: torch.Tensor, wanted: _Traits) -> NoReturn:
+    """Refuse a layer without memory, or one that is not as layer 0."""
+    if layer.is_meta:
+        raise ValueError(
+            f"KV layer {index} is a meta tensor without memory; start vLLM-RBLN "
+            "with VLLM_RBLN_USE_DEVICE_TENSOR=1 so that the KV cache is in device "
+            "tensors"
+        )
+    raise ValueError(
+        "the KV layers of one transfer must agree in shape, strides, dtype and "
+        f"device; layer 0 is {wanted}, layer {index} is {_traits(layer)}. Models with "
+        "several kinds of KV cache (hybrid, sliding window) are not supported"
     )
 
 

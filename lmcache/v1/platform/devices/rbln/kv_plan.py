@@ -11,7 +11,10 @@ would otherwise be that of copying it.
 from __future__ import annotations
 
 # Standard
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, groupby
+from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 # Third Party
@@ -75,8 +78,21 @@ _PIECE_COLUMN = {name: index for index, name in enumerate(Piece._fields)}
 #: Where each column of a tile comes from; "staged" and "layer" are in no piece.
 _FROM_PIECE = [_PIECE_COLUMN.get(name, 0) for name in TILE_COLUMNS]
 _STAGED, _LAYER = TILE_COLUMNS.index("staged"), TILE_COLUMNS.index("layer")
-_PLACE = [_PIECE_COLUMN[name] for name in ("block", "plane", "head", "slot")]
-_COUNTS = [_PIECE_COLUMN[name] for name in ("blocks", "planes", "heads", "slots")]
+_NO_TILES = np.empty((0, len(TILE_COLUMNS)), dtype=np.int64)
+_tile_of = itemgetter(*_FROM_PIECE)
+_chunk_of = attrgetter("chunk")
+
+
+def _starts(geometry: KVGeometry, pieces: Sequence[Piece]) -> list[int]:
+    """Return where the pieces start in a layer, in elements from its view's first."""
+    blocks, planes, heads, slots, _ = geometry.strides
+    return [
+        piece.block * blocks
+        + piece.plane * planes
+        + piece.head * heads
+        + piece.slot * slots
+        for piece in pieces
+    ]
 
 
 class Moves:
@@ -96,22 +112,25 @@ class Moves:
     """
 
     def __init__(self, geometry: KVGeometry, pieces: Iterable[Piece]) -> None:
-        rows = np.array(list(pieces), dtype=np.int64).reshape(-1, len(Piece._fields))
-        layers, repeats = np.divmod(
-            np.arange(geometry.num_layers * len(rows)), max(1, len(rows))
-        )
-        # Stable: within a chunk the layers stay in order.
-        order = np.argsort(rows[repeats, 0], kind="stable")
-        rows, layers = rows[repeats[order]], layers[order]
-        self.tiles = np.ascontiguousarray(rows[:, _FROM_PIECE])
-        self.tiles[:, _LAYER] = layers
-        starts = rows[:, _PLACE] @ np.array(geometry.strides[:4])
-        sizes = rows[:, _COUNTS].prod(axis=1) * geometry.head_size
-        self._ends = np.cumsum(sizes)
+        # A transfer waits for this, so it is lists that repeat, not many small arrays.
         self.dtype = geometry.dtype
-        self.layers: list[int] = layers.tolist()
-        self.starts: list[int] = starts.tolist()
-        self.sizes: list[int] = sizes.tolist()
+        self.layers: list[int] = []
+        self.starts: list[int] = []
+        self.sizes: list[int] = []
+        tables: list[np.ndarray] = []
+        every_layer = range(geometry.num_layers)
+        for _, group in groupby(pieces, key=_chunk_of):
+            in_chunk = list(group)
+            self.layers += [layer for layer in every_layer for _ in in_chunk]
+            self.starts += _starts(geometry, in_chunk) * geometry.num_layers
+            self.sizes += [
+                piece.elements(geometry.head_size) for piece in in_chunk
+            ] * geometry.num_layers
+            rows = np.array(list(map(_tile_of, in_chunk)), dtype=np.int64)
+            tables += [rows] * geometry.num_layers
+        self.tiles = np.concatenate(tables) if tables else _NO_TILES.copy()
+        self.tiles[:, _LAYER] = self.layers
+        self._ends = list(accumulate(self.sizes))
 
     @property
     def all(self) -> range:
@@ -123,34 +142,46 @@ class Moves:
         """Bytes of the whole transfer."""
         return self.bytes_of(self.all)
 
+    def elements_of(self, batch: range) -> int:
+        """Return the elements of some consecutive moves."""
+        return self._end(batch.stop) - self._end(batch.start)
+
     def bytes_of(self, batch: range) -> int:
         """Return the bytes of some consecutive moves."""
-        return sum(self.sizes[batch.start : batch.stop]) * self.dtype.itemsize
+        return self.elements_of(batch) * self.dtype.itemsize
 
     def tiles_of(self, batch: range) -> np.ndarray:
         """Return the tiles of some consecutive moves."""
         return self.tiles[batch.start : batch.stop]
 
-    def pack(self, buffer_bytes: int) -> Iterator[range]:
+    def pack(self, buffer_bytes: int) -> list[range]:
         """Pack consecutive moves into buffers, one after the other without gaps.
 
         Args:
             buffer_bytes: Bytes of a buffer, or less to fill it in part; a move that is
                 larger has one of its own.
 
-        Yields:
-            The moves of each buffer, whose ``staged`` column now holds their offsets.
+        Returns:
+            The moves of each buffer; the ``staged`` column now holds their offsets.
         """
-        ends = self._ends * self.dtype.itemsize
-        begins = ends - np.array(self.sizes, dtype=np.int64) * self.dtype.itemsize
+        room = buffer_bytes // self.dtype.itemsize
+        batches: list[range] = []
+        offsets: list[int] = []
         first = 0
-        while first < len(ends):
-            base = begins[first]
-            last = int(np.searchsorted(ends, base + buffer_bytes, side="right"))
-            last = max(last, first + 1)
-            self.tiles[first:last, _STAGED] = begins[first:last] - base
-            yield range(first, last)
+        while first < len(self._ends):
+            base = self._end(first)
+            last = max(first + 1, bisect_right(self._ends, base + room, first))
+            batches.append(range(first, last))
+            offsets.append(0)
+            offsets += [end - base for end in self._ends[first : last - 1]]
             first = last
+        self.tiles[:, _STAGED] = offsets
+        self.tiles[:, _STAGED] *= self.dtype.itemsize
+        return batches
+
+    def _end(self, count: int) -> int:
+        """Return the elements of the first ``count`` moves."""
+        return self._ends[count - 1] if count else 0
 
 
 def plan_pieces(

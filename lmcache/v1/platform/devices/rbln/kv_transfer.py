@@ -34,6 +34,7 @@ from lmcache.v1.platform.devices.rbln.device_copies import (
 )
 from lmcache.v1.platform.devices.rbln.device_staging import (
     device_pool,
+    known_costs,
     measured_costs,
 )
 from lmcache.v1.platform.devices.rbln.host_transpose import (
@@ -130,26 +131,28 @@ def gather(
     moves = Moves(geometry, pieces)
     host = host_transposition(chunk_views)
 
-    def finish(copied: Staged) -> None:
-        copied.wait()
-        host.gather(copied.buffer, moves.tiles_of(copied.batch))
-
     regions = Regions(geometry, layers, moves)
     rows = _straight_rows(chunk_views, moves)
     if rows is not None:
         copy_straight(geometry.device, rows, regions.of(moves.all), chunk_views)
         return
     with Ring(geometry.device) as ring:
+
+        def finish() -> Staged:
+            part = ring.oldest()
+            part.wait()
+            host.gather(part.buffer, moves.tiles_of(part.batch))
+            return part
+
         copies = _choose_copies(ring, regions, moves)
         ring.begin_copies()
         for batch in moves.pack(_batch_bytes(copies, ring, moves)):
-            if not ring.has_idle():
-                finish(ring.oldest())
-            staged = ring.stage(batch)
-            copies.to_host(staged.elements(moves), batch)
-            staged.record()
+            part = ring.unused() or finish()
+            ring.stage(part, batch)
+            copies.to_host(part.elements(moves), batch)
+            part.record()
         while ring.in_flight():
-            finish(ring.oldest())
+            finish()
 
 
 def scatter(
@@ -188,17 +191,22 @@ def scatter(
         copy_straight(geometry.device, regions.of(moves.all), rows, chunk_views)
         return
     with Ring(geometry.device) as ring:
+
+        def finish() -> Staged:
+            part = ring.oldest()
+            part.wait()
+            return part
+
         copies = _choose_copies(ring, regions, moves)
         ring.begin_copies()
         for batch in moves.pack(_batch_bytes(copies, ring, moves)):
-            if not ring.has_idle():
-                ring.oldest().wait()
-            staged = ring.stage(batch)
-            host.scatter(staged.buffer, moves.tiles_of(batch))
-            copies.to_device(staged.elements(moves), batch)
-            staged.record()
+            part = ring.unused() or finish()
+            ring.stage(part, batch)
+            host.scatter(part.buffer, moves.tiles_of(batch))
+            copies.to_device(part.elements(moves), batch)
+            part.record()
         while ring.in_flight():
-            ring.oldest().wait()
+            finish()
 
 
 def _part_bytes(moves: Moves) -> int:
@@ -223,7 +231,9 @@ def _batch_bytes(copies: DeviceCopies, ring: Ring, moves: Moves) -> int:
 def _choose_copies(ring: Ring, regions: Regions, moves: Moves) -> DeviceCopies:
     """Return the cheaper copies, and divide the ring's buffers for them."""
     buffer = None
-    if ring.asynchronous and _may_collect(moves):
+    known = known_costs(regions.device)
+    may_pay = known is None or _collecting_pays(known, moves)
+    if ring.asynchronous and may_pay and _may_collect(moves):
         buffer = ring.borrow_device_buffer(device_pool(regions.device, regions.dtype))
     if buffer is not None:
         ring.begin_copies()
@@ -231,8 +241,9 @@ def _choose_copies(ring: Ring, regions: Regions, moves: Moves) -> DeviceCopies:
         # It has waited for its copies.
         ring.end_copies()
         if costs is not None and _collecting_pays(costs, moves):
+            ring.divide(staging.BUFFER_BYTES, moves.dtype)
             return DeviceStagedCopies(regions, buffer)
-    ring.divide(_part_bytes(moves))
+    ring.divide(_part_bytes(moves), moves.dtype)
     return DirectCopies(regions, ring.asynchronous)
 
 

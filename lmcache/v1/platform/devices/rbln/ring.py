@@ -6,7 +6,7 @@ from __future__ import annotations
 
 # Standard
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 import atexit
 import threading
@@ -29,22 +29,26 @@ _ENOUGH_PARTS = 4
 class Staged:
     """A part of a staging buffer, with the moves that are copied into or out of it.
 
-    Attributes:
+    Args:
         buffer: uint8, in host memory.
+        dtype: Element type of the cache.
+        stream: Stream of the copies, or None where they are synchronous.
+
+    Attributes:
+        buffer: As above.
         batch: Indices of consecutive moves.
     """
 
-    def __init__(
-        self, buffer: torch.Tensor, batch: range, event: Any, stream: Any
-    ) -> None:
+    def __init__(self, buffer: torch.Tensor, dtype: torch.dtype, stream: Any) -> None:
         self.buffer = buffer
-        self.batch = batch
-        self._event = event
+        self.batch = range(0)
+        self._elements = buffer.view(dtype)
         self._stream = stream
+        self._event = None if stream is None else torch_rbln().Event()
 
     def elements(self, moves: Moves) -> torch.Tensor:
-        """Return the bytes that the batch uses, 1-D, in the cache's dtype."""
-        return self.buffer[: moves.bytes_of(self.batch)].view(moves.dtype)
+        """Return the memory that the batch uses, 1-D, in the cache's dtype."""
+        return self._elements[: moves.elements_of(self.batch)]
 
     def record(self) -> None:
         """Mark the end of the batch's copies on the stream."""
@@ -75,6 +79,7 @@ class Ring:
         self.asynchronous = supports_async_copies()
         self._device = device
         self._queue: deque[Staged] = deque()
+        self._unused: Iterator[Staged] = iter(())
         self._loans: list[Loan] = []
         self._stream: Any = None
 
@@ -87,7 +92,6 @@ class Ring:
         try:
             if self.asynchronous:
                 self._stream = torch_rbln().current_stream(self._device)
-            self.divide(staging.BUFFER_BYTES)
         except BaseException:
             self._give_back()
             raise
@@ -98,23 +102,26 @@ class Ring:
         """The borrowed host buffers."""
         return self._host.buffers
 
-    def divide(self, part_bytes: int) -> None:
-        """Stage in parts of one buffer from now on; nothing is in flight yet.
+    def divide(self, part_bytes: int, dtype: torch.dtype) -> None:
+        """Stage in parts of buffers from now on.
 
         Four parts keep the copies busy, so other buffers go back to whoever waits.
 
         Args:
-            part_bytes: Bytes of a part, at most those of a buffer.
+            part_bytes: Bytes of a part, at most those of a buffer, whole elements.
+            dtype: Element type of the cache.
         """
         parts = staging.BUFFER_BYTES // part_bytes
         if parts >= _ENOUGH_PARTS:
             self._host.keep(1)
         self.part_bytes = part_bytes
-        self._idle = [
-            buffer[part * part_bytes : (part + 1) * part_bytes]
+        stream = self._stream
+        # Made when needed: the first copies are under way sooner.
+        self._unused = (
+            Staged(buffer[start : start + part_bytes], dtype, stream)
             for buffer in self.buffers
-            for part in range(parts)
-        ]
+            for start in range(0, parts * part_bytes, part_bytes)
+        )
 
     def borrow_device_buffer(self, pool: StagingPool) -> torch.Tensor | None:
         """Borrow device memory for the rest of the transfer.
@@ -150,30 +157,30 @@ class Ring:
         alone = self._pool.lent() == len(self.buffers)
         return alone and before == self._loans_seen
 
-    def has_idle(self) -> bool:
-        """Return whether a part has no copies in flight."""
-        return bool(self._idle)
+    def unused(self) -> Staged | None:
+        """Return a part that was not used yet, or None."""
+        return next(self._unused, None)
+
+    def stage(self, part: Staged, batch: range) -> None:
+        """Put a batch at the end of the queue.
+
+        Args:
+            part: A part that is not in the queue.
+            batch: Indices of consecutive moves.
+        """
+        part.batch = batch
+        self._queue.append(part)
 
     def in_flight(self) -> bool:
         """Return whether a batch waits to be finished."""
         return bool(self._queue)
 
-    def stage(self, batch: range) -> Staged:
-        """Put a batch at the end of the queue, on an idle part."""
-        event = torch_rbln().Event() if self.asynchronous else None
-        staged = Staged(self._idle.pop(), batch, event, self._stream)
-        self._queue.append(staged)
-        return staged
-
     def oldest(self) -> Staged:
-        """Take the oldest batch out of the queue; the caller waits for it.
+        """Take the oldest batch out of the queue.
 
-        Its part is idle from the next :meth:`stage` on, and no caller stages before
-        it has waited for the batch and read its bytes.
+        The caller waits for it, and has read its bytes before the part is used again.
         """
-        staged = self._queue.popleft()
-        self._idle.append(staged.buffer)
-        return staged
+        return self._queue.popleft()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
