@@ -15,7 +15,18 @@ import sys
 import tempfile
 
 # Third Party
+from hypothesis import HealthCheck, settings
 import pytest
+
+# The same examples in every run, however slow the machine is. Others are tried with
+# --hypothesis-profile=default.
+settings.register_profile(
+    "repeatable",
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("repeatable")
 
 _OPEN_AN_NPU = (
     "import torch; torch.rbln.synchronize(); "

@@ -24,8 +24,8 @@ from examples.rbln_demo.runtime import Runtime, own_machine, serving_environment
 from examples.rbln_demo.servers import CacheServer, CacheServerConfig
 
 ROOT = Path(__file__).resolve().parents[1]
-_START_S = 90.0
-_ANSWER_S = 90.0
+_START_S = 300.0
+_ANSWER_S = 300.0
 
 
 @dataclass(frozen=True)

@@ -215,7 +215,7 @@ def run(args: argparse.Namespace, progress: Progress) -> Measurement:
         )
 
 
-def read_chunks(cache: CacheServer, wanted: int, timeout_s: float = 5.0) -> int:
+def read_chunks(cache: CacheServer, wanted: int, timeout_s: float = 60.0) -> int:
     """Read how many chunks the server handed out, once its counter caught up.
 
     Args:

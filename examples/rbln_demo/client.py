@@ -77,13 +77,13 @@ def answers(url: str, timeout_s: float = 2.0) -> bool:
         return False
 
 
-def get_json(url: str, timeout_s: float = 10.0) -> Any:
+def get_json(url: str, timeout_s: float = 60.0) -> Any:
     """GET ``url`` and parse the JSON that it returns."""
     with urllib.request.urlopen(url, timeout=timeout_s) as response:
         return json.load(response)
 
 
-def post_json(url: str, body: Any, timeout_s: float = 10.0) -> Any:
+def post_json(url: str, body: Any, timeout_s: float = 60.0) -> Any:
     """POST ``body`` as JSON to ``url`` and parse the JSON that it returns."""
     request = urllib.request.Request(
         url, json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -92,7 +92,7 @@ def post_json(url: str, body: Any, timeout_s: float = 10.0) -> Any:
         return json.load(response)
 
 
-def read_counters(url: str, timeout_s: float = 10.0) -> Counters:
+def read_counters(url: str, timeout_s: float = 60.0) -> Counters:
     """GET a Prometheus page.
 
     Args:

@@ -22,6 +22,9 @@ from examples.rbln_demo.procfs import (
 )
 
 POLL_S = 0.2
+# How long helpers may take after their leader, and after SIGTERM.
+HELPERS_S = 15.0
+KILL_S = 60.0
 
 # A line that names an exception, with or without a logger's prefix before it, or
 # a program's refusal of its arguments.
@@ -174,7 +177,7 @@ class ServerProcess:
             status = self._started().returncode
             raise self.failure(f"ended with status {status}")
 
-    def stop(self, term_timeout_s: float = 20.0) -> bool:
+    def stop(self, term_timeout_s: float = 60.0) -> bool:
         """End the leader politely, then whatever is left of its session.
 
         Shared memory that nobody maps any more is removed, see ``leftovers``.
@@ -201,8 +204,11 @@ class ServerProcess:
             except subprocess.TimeoutExpired:
                 polite = False
         # Helpers (resource trackers) end a moment after a leader that ends.
-        if not (polite and _wait_until(self._is_gone, 3.0)):
-            for number, grace_s in ((signal.SIGTERM, 3.0), (signal.SIGKILL, 10.0)):
+        if not (polite and _wait_until(self._is_gone, HELPERS_S)):
+            for number, grace_s in (
+                (signal.SIGTERM, HELPERS_S),
+                (signal.SIGKILL, KILL_S),
+            ):
                 segments |= self._segments()
                 _signal_all(session_members(process.pid), number)
                 if process.poll() is None:
@@ -225,7 +231,7 @@ class ServerProcess:
         segments = self._segments()
         _signal_all(session_members(process.pid), signal.SIGKILL)
         process.wait()
-        _wait_until(self._is_gone, 10.0)
+        _wait_until(self._is_gone, KILL_S)
         self._remove(segments)
 
     def log(self) -> str:

@@ -3,10 +3,12 @@
 
 # Standard
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 import json
+import random
 import socket
 import sys
 import time
@@ -21,6 +23,11 @@ CONNECTOR_MODULE = "lmcache.integration.vllm.lmcache_mp_connector"
 # LMCache puts this before the name given with --shm-name.
 SHM_PREFIX = "lmcache_l1_pool_"
 SHM_FOLDER = Path("/dev/shm")
+# The ports that the kernel hands out to whoever asks for any.
+KERNEL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+LOWEST_PORT = 10240
+
+_chance = random.SystemRandom()
 
 OnWait = Callable[[float], None]
 
@@ -76,7 +83,18 @@ class EngineConfig:
 
 
 def free_port() -> int:
-    """Find a TCP port that nobody listens on."""
+    """Find a TCP port that nobody listens on.
+
+    A server takes seconds to bind it. Until then it must not go to another program that
+    asks the kernel for any port, so it lies below those that the kernel hands out.
+    """
+    first = int(KERNEL_PORTS.read_text().split()[0])
+    tries = range(100) if first > LOWEST_PORT else ()
+    ports = [_chance.randrange(LOWEST_PORT, first) for _ in tries]
+    for port in ports:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind((HOST, port))
+            return port
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return int(probe.getsockname()[1])
@@ -137,7 +155,7 @@ class CacheServer:
         self.process.start()
 
     def wait_ready(
-        self, timeout_s: float = 120.0, on_wait: OnWait | None = None
+        self, timeout_s: float = 240.0, on_wait: OnWait | None = None
     ) -> float:
         """Wait until it answers; returns the seconds waited.
 
@@ -168,7 +186,7 @@ class CacheServer:
         """Forget every stored chunk."""
         client.post_json(f"http://{HOST}:{self.http_port}/cache/clear", {})
 
-    def wait_stored(self, chunks: int, timeout_s: float = 30.0) -> dict[str, Any]:
+    def wait_stored(self, chunks: int, timeout_s: float = 120.0) -> dict[str, Any]:
         """Wait until ``chunks`` chunks are stored and no lock is held.
 
         The engine answers a request before its last chunks are stored.

@@ -137,7 +137,7 @@ def test_exec_takes_the_place_of_the_command(
     """So that signals reach it and its end is told as it is."""
     process = subprocess.Popen(
         [sys.executable, "-m", "rbln_sim.cli", "exec", "--"]
-        + ["sh", "-c", "echo $$; exec sleep 60"],
+        + ["sh", "-c", "echo $$; exec sleep 600"],
         env=rbln_sim_environment,
         stdout=subprocess.PIPE,
         text=True,
@@ -145,7 +145,7 @@ def test_exec_takes_the_place_of_the_command(
     assert process.stdout is not None
     assert int(process.stdout.readline()) == process.pid
     process.send_signal(signal.SIGTERM)
-    assert process.wait(30) == -signal.SIGTERM
+    assert process.wait(120) == -signal.SIGTERM
     process.stdout.close()
 
 

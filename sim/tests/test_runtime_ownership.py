@@ -67,7 +67,7 @@ def test_a_held_npu_counts_but_cannot_be_used(
 def monitor(environment: dict[str, str]) -> dict[str, Any]:
     """Return what the simulated rbln-smi shows."""
     done = subprocess.run(
-        ["rbln-smi", "-j"], env=environment, capture_output=True, text=True, timeout=30
+        ["rbln-smi", "-j"], env=environment, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
@@ -111,7 +111,7 @@ def test_the_monitor_shows_the_machine_only(
             env=environment | {"RBLN_SIM_DEVICES": "two"},
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=120,
         )
         assert (done.returncode, said in done.stderr) == (code, True), done.stderr
 

@@ -113,15 +113,29 @@ def test_a_failed_step_is_done_again_and_the_ones_before_it_are_kept(
 
 
 def test_a_long_command_shows_progress_and_a_failed_one_its_output(
-    setup_env: ModuleType, capsys: pytest.CaptureFixture[str]
+    setup_env: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     setup_env.VENV.mkdir()
+    # It takes until its progress was shown.
+    shown = setup_env.VENV / "shown"
+    last_sign_of_life = setup_env.last_sign_of_life
+
+    def doing(lines: list[str]) -> str:
+        sign = last_sign_of_life(lines)
+        if "something big" in sign:
+            shown.touch()
+        return sign
+
+    monkeypatch.setattr(setup_env, "last_sign_of_life", doing)
     code = (
-        "import sys, time; print('Downloading something big', flush=True); "
-        "time.sleep(1); sys.exit('the reason')"
+        "import os, sys, time; print('Downloading something big', flush=True)\n"
+        "while not os.path.exists(sys.argv[1]): time.sleep(0.01)\n"
+        "sys.exit('the reason')"
     )
     with pytest.raises(setup_env.SetupError, match="the reason") as failure:
-        setup_env.execute([sys.executable, "-c", code])
+        setup_env.execute([sys.executable, "-c", code, str(shown)])
     assert "Downloading something big" in capsys.readouterr().out
     assert str(setup_env.LOG) in str(failure.value)
 

@@ -144,7 +144,7 @@ def test_every_metric_is_tested(document: Path) -> None:
 def make_targets(folder: Path) -> set[str]:
     """Return the targets that make knows in a folder, generated ones included."""
     database = subprocess.run(
-        ["make", "-npq", "-C", str(folder)], capture_output=True, text=True, timeout=60
+        ["make", "-npq", "-C", str(folder)], capture_output=True, text=True, timeout=300
     )
     return set(re.findall(r"(?m)^([a-z][a-z-]*):", database.stdout))
 

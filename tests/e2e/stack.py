@@ -31,7 +31,10 @@ from tests.e2e.kv_blocks import Transfer, blocks_of, read_transfers
 
 ENGINE_SIDE = Path(__file__).parent / "engine_side"
 HITS = "vllm:external_prefix_cache_hits_total"
+# As the worker, and the scheduler's and the worker's heartbeats write in the log.
 REGISTERED = "Worker engine-driven context registered"
+LOST, FOUND = "entering degraded mode", "resuming normal operation"
+HEARTBEATS = 2
 BLOCK_SIZE = 128
 MAX_MODEL_LEN = 1024
 
@@ -115,7 +118,7 @@ class Stack:
                 num_blocks=config.num_blocks,
                 max_batched_tokens=BLOCK_SIZE,
                 connector_module="probe_connector",
-                connector_config={"lmcache.mp.heartbeat_interval": 1.0},
+                connector_config={"lmcache.mp.heartbeat_interval": 2.0},
                 extra_args=config.engine_args,
             ),
             self.cache.port,
@@ -138,27 +141,34 @@ class Stack:
             self.cache.stop()
 
     def restart_cache(self, shm_name: str) -> None:
-        """Replace the LMCache server by a new one, and wait for the worker.
+        """Replace the LMCache server by a new one, and wait for the engine.
+
+        The engine must have sent a request before, which starts its heartbeats.
 
         Args:
             shm_name: Name of the new segment; empty sends KV by pickle.
         """
-        registered = self.registrations()
+        registered, lost, found = map(self._said, (REGISTERED, LOST, FOUND))
         port = self.cache.port
         self.cache.stop()
         self._cache_config = replace(self._cache_config, shm_name=shm_name)
         self.cache = self._new_cache(port)
+        # A server that were back before its loss is seen would not be registered with.
+        wait_until(
+            lambda: self._said(LOST) >= lost + HEARTBEATS,
+            "scheduler and worker notice that the LMCache server is gone",
+        )
         self.cache.start()
         self.cache.wait_ready()
         wait_until(
-            lambda: self.registrations() > registered,
-            "the worker registers with the new LMCache server",
-            60.0,
+            lambda: self._said(FOUND) >= found + HEARTBEATS,
+            "scheduler and worker find the new LMCache server",
         )
+        assert self._said(REGISTERED) > registered
 
-    def registrations(self) -> int:
-        """How often the worker registered its KV cache with a server."""
-        return self.engine.process.log().count(REGISTERED)
+    def _said(self, what: str) -> int:
+        """How often the engine has logged something."""
+        return self.engine.process.log().count(what)
 
     @property
     def cache_pids(self) -> set[int]:
@@ -206,7 +216,6 @@ class Stack:
                 == new * self.config.chunk_size
             ),
             "the engine's probe writes down what was stored",
-            10.0,
         )
         return completions
 
@@ -241,7 +250,9 @@ class Stack:
         return [json.loads(line) for line in self.open_log.read_text().splitlines()]
 
 
-def wait_until(condition: Callable[[], bool], what: str, timeout_s: float) -> None:
+def wait_until(
+    condition: Callable[[], bool], what: str, timeout_s: float = 120.0
+) -> None:
     """Wait for a condition.
 
     Args:

@@ -18,7 +18,10 @@ def test_preempted_requests_give_the_same_output(stack: Stack) -> None:
     alone = [stack.cold([prompt], 24)[0] for prompt in prompts]
 
     before = stack.engine.counters().total(PREEMPTIONS)
-    together = stack.warm(prompts, 24)
-
-    assert stack.engine.counters().total(PREEMPTIONS) > before
-    assert [c.token_ids for c in together] == [c.token_ids for c in alone]
+    for _ in range(5):
+        together = stack.warm(prompts, 24)
+        assert [c.token_ids for c in together] == [c.token_ids for c in alone]
+        if stack.engine.counters().total(PREEMPTIONS) > before:
+            return
+        # On a busy machine one of them may have come when another had ended.
+    pytest.fail("no request was preempted")

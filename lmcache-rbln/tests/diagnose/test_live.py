@@ -17,7 +17,9 @@ import sys
 import pytest
 
 # First Party
-from examples.rbln_demo.servers import CacheServer, CacheServerConfig
+from examples.rbln_demo.servers import HOST, CacheServer, CacheServerConfig
+from lmcache.v1.multiprocess.custom_types import RegisterEngineDrivenContextPayload
+from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
 from lmcache_rbln.diagnose.npu import check_npu, read_monitor
 from lmcache_rbln.diagnose.probe import run_probe
 from lmcache_rbln.diagnose.result import Status
@@ -46,11 +48,11 @@ class Machine:
 
     def diagnose(self, *words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-m", "lmcache_rbln.diagnose", *words],
+            [sys.executable, "-m", "lmcache_rbln.diagnose", "--timeout", "300", *words],
             env=self.environment,
             capture_output=True,
             text=True,
-            timeout=180,
+            timeout=400,
         )
 
     def use_npu(self) -> str:
@@ -149,10 +151,36 @@ def test_a_server_in_the_wrong_mode_is_found_over_its_request_channel(
     server.process.check_running()
 
 
+def test_a_server_in_the_wrong_mode_logs_why_it_answers_no_worker(
+    machine: Machine,
+) -> None:
+    server = machine.lmcache_driven
+    client = RequestClientFactory.create(f"tcp://{HOST}:{server.port}")
+    registration = client.register_kv_cache_engine_driven_context(
+        RegisterEngineDrivenContextPayload(
+            instance_id=1,
+            model_name="model",
+            world_size=1,
+            block_size=256,
+            num_layers=2,
+            hidden_dim_size=128,
+            dtype_str="float16",
+            use_mla=False,
+            num_physical_slots=256,
+        )
+    )
+    server.process.wait_ready(
+        lambda: "No handler registered" in server.process.log(), 120.0
+    )
+    with pytest.raises(TimeoutError):
+        registration.result(timeout=1)
+    client.close()
+
+
 def test_malformed_visible_npus_are_named(machine: Machine) -> None:
     before = opens(machine)
     environment = machine.environment | {"RBLN_VISIBLE_DEVICES": "zero"}
-    facts = run_probe("lmcache_rbln.diagnose.probe_runtime", [], environment, 60)
+    facts = run_probe("lmcache_rbln.diagnose.probe_runtime", [], environment, 300)
     monitor = read_monitor(environment["PATH"])
     result = check_npu(facts.get("torch"), True, monitor, environment)
     assert facts.get("library")["simulated"]

@@ -24,7 +24,7 @@ tell("first", value=1)
 """
 
 
-def run(folder: Path, code: str, timeout_s: float = 30) -> Facts:
+def run(folder: Path, code: str, timeout_s: float = 300) -> Facts:
     (folder / "probe_under_test.py").write_text(FIRST + textwrap.dedent(code))
     path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": path}
@@ -64,20 +64,20 @@ def test_a_probe_that_crashes_keeps_what_it_told(
 
 
 def test_a_probe_that_hangs_ends_with_its_children(tmp_path: Path) -> None:
-    facts = run(
-        tmp_path,
-        """
+    hangs = """
         child = subprocess.Popen(["sleep", "600"])
         tell("child", pid=child.pid)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         time.sleep(600)
-        """,
-        timeout_s=3,
-    )
-    assert facts.problem == "no answer in 3 s"
+        """
+    for timeout_s in (3, 60):
+        facts = run(tmp_path, hangs, timeout_s)
+        assert facts.problem == f"no answer in {timeout_s} s"
+        if "child" in facts.topics:
+            break  # else it was killed too early on a busy machine
     assert facts.get("first") == {"value": 1}
     pid = facts.get("child")["pid"]
-    for _ in range(100):
+    for _ in range(2000):
         status = Path(f"/proc/{pid}/stat")
         if not status.exists() or ") Z " in status.read_text():
             break

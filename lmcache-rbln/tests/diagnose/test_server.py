@@ -120,10 +120,10 @@ def test_connections_that_can_and_cannot_be_made() -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-        refused = connection_problem(f"tcp://127.0.0.1:{port}", 5)
+        refused = connection_problem(f"tcp://127.0.0.1:{port}", 60)
         assert "refused" in refused
         listener.listen()
-        assert connection_problem(f"tcp://127.0.0.1:{port}", 5) == ""
+        assert connection_problem(f"tcp://127.0.0.1:{port}", 60) == ""
     assert "no port" in connection_problem("tcp://127.0.0.1", 5)
     assert connection_problem("tcp://127.0.0.1:99999", 5)
     assert connection_problem("ipc:///tmp/x", 5) == ""
@@ -132,8 +132,8 @@ def test_connections_that_can_and_cannot_be_made() -> None:
 def test_the_configuration_that_http_tells() -> None:
     config = {"mp": {"supported_transfer_mode": "auto", "chunk_size": 512}}
     with http_server(HEALTHY | {"/config": (200, json.dumps(config))}) as url:
-        assert ask_http(url, 5) == {"mode": "auto", "chunk_size": 512}
-        assert ask_http(url.removeprefix("http://"), 5)["mode"] == "auto"
+        assert ask_http(url, 60) == {"mode": "auto", "chunk_size": 512}
+        assert ask_http(url.removeprefix("http://"), 60)["mode"] == "auto"
 
 
 @pytest.mark.parametrize(
@@ -156,13 +156,13 @@ def test_http_that_is_no_healthy_server(
     pages: dict[str, tuple[int, str]], error: str
 ) -> None:
     with http_server(pages) as url:
-        assert error in ask_http(url, 5)["error"]
+        assert error in ask_http(url, 60)["error"]
 
 
 def test_http_that_is_not_there() -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{closed.getsockname()[1]}"
-        assert "refused" in ask_http(url, 5)["error"]
+        assert "refused" in ask_http(url, 60)["error"]
         closed.listen()  # accepts, and never answers
         assert "timed out" in ask_http(url, 0.2)["error"]

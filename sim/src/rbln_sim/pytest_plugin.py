@@ -53,7 +53,7 @@ SETTINGS = (
 # Settings of the test's own process would leak into the machine.
 _NOT_INHERITED = ("RBLN_", "TORCH_RBLN_", "TORCH_DEVICE_BACKEND")
 _OPEN_LOG = "npu-opens.jsonl"
-_TIMEOUT_S = 120
+_TIMEOUT_S = 300
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,7 @@ TEST(a_failure_goes_on_to_streams_that_wait_for_it) {
 }
 
 TEST(a_delayed_copy_is_late_and_right) {
-  set_faults("delay:d2h:1:30ms");
+  set_faults("delay:d2h:1:500ms");
   const uint64_t vaddr = make_bound(), stream = make_stream();
   std::string got(kSize, '?');
   uint64_t handle;

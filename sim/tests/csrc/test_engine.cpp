@@ -67,15 +67,21 @@ TEST(a_queued_copy_keeps_its_owners) {
 TEST(a_deferred_copy_shows_poison_until_it_is_done) {
   setenv("RBLN_SIM_DEFERRED", "1", 1);
   const auto stream = create_stream(0);
-  Buffers buffers;
-  const uint64_t ticket = copy_on(*stream, buffers.job());
-  const char* last = buffers.dst.data() + kSize - 1;
-  while (peek(last) == 'd') {
+  bool seen = false;
+  // A busy machine may stop this thread for as long as a copy takes: then once more.
+  for (int i = 0; i < 100 && !seen; ++i) {
+    Buffers buffers;
+    const uint64_t ticket = copy_on(*stream, buffers.job());
+    const char* last = buffers.dst.data() + kSize - 1;
+    int found = 'd';
+    while (found == 'd') found = peek(last);
+    CHECK(found == kPoison || found == 's');
+    // Poison that was looked at before, and a copy that is not done behind it.
+    seen = found == kPoison && !stream->done(ticket);
+    stream->wait(ticket);
+    CHECK_EQ(buffers.dst, buffers.src);
   }
-  CHECK_EQ(static_cast<int>(peek(last)), static_cast<int>(kPoison));
-  CHECK(!stream->done(ticket));
-  stream->wait(ticket);
-  CHECK_EQ(buffers.dst, buffers.src);
+  CHECK(seen);
 }
 
 TEST(poison_comes_in_stream_order) {

@@ -164,7 +164,7 @@ TEST(a_lock_file_that_cannot_be_opened_is_refused) {
 TEST(a_fork_during_the_first_open_neither_hangs_nor_holds) {
   for (int round = 0; round < 50; ++round) {
     CHECK_EQ(harness::status_of_child([] {
-               alarm(20);
+               alarm(200);
                const auto open_or_refuse = [] {
                  try {
                    refuse_forked();
@@ -175,7 +175,7 @@ TEST(a_fork_during_the_first_open_neither_hangs_nor_holds) {
                std::thread opener(open_or_refuse);
                const pid_t child = fork();
                if (child == 0) {
-                 alarm(20);
+                 alarm(200);
                  open_or_refuse();
                  // Past ThreadSanitizer, which misses the opener in this process.
                  syscall(SYS_exit_group, 0);

@@ -26,7 +26,7 @@ from sim.tests.doubles.addresses import CallRefusedError
 from sim.tests.doubles.bugs import CRASHED, DIFFERS, REFUSED, Bug
 from sim.tests.doubles.scenarios import SCENARIOS, WrongBytesError
 
-TIME_LIMIT_S = 120
+TIME_LIMIT_S = 300
 RIGHT, BROKEN = "right", "broken"
 
 

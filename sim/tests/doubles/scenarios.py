@@ -154,7 +154,7 @@ def two_stores(bug: Bug | None, seed: int) -> None:
         buffers = [one.buffers(), other.buffers()]
         if bug is Bug.SHARED_STAGING:
             buffers = [buffers[0], buffers[0]]
-        in_step = threading.Barrier(2, timeout=30)
+        in_step = threading.Barrier(2, timeout=120)
 
         def run(engine: Engine, staging: list[torch.Tensor]) -> None:
             pipeline = Pipeline(staging, bug, before_read=in_step.wait)

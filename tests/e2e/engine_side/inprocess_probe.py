@@ -7,7 +7,8 @@ In the folder ``INPROCESS_PROBE_FOLDER`` the worker
 - writes every stored chunk's bytes to ``<chunk hash>.chunk``;
 - obeys the files ``lose`` (forget every chunk between a lookup and its load),
   ``fail-load`` and ``fail-store`` (the device fails half-way through the next
-  transfer), and removes them.
+  transfer), and removes them;
+- takes ``SLOW_S`` seconds for every step while there is a file ``go-slow``.
 """
 
 # Standard
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 import json
 import os
+import time
 
 # Third Party
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -23,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from lmcache.lmcache_native import TransferDirection
 from lmcache_rbln.integration.vllm import connector
 
+SLOW_S = 0.3
 _ORDERS = {
     TransferDirection.H2D: "fail-load",
     TransferDirection.D2H: "fail-store",
@@ -51,6 +54,8 @@ class RBLNLMCacheConnectorV1(connector.RBLNLMCacheConnectorV1):
                 tier.remove(key)
         super().start_load_kv(forward_context, **kwargs)
         self._write_state()
+        if (self._folder / "go-slow").exists():
+            time.sleep(SLOW_S)
 
     def wait_for_save(self) -> None:
         super().wait_for_save()

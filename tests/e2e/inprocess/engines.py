@@ -198,8 +198,12 @@ class InProcessEngine:
         return dict(json.loads(path.read_text()))
 
     def order(self, what: str) -> None:
-        """Give the probe an order for the next transfer."""
+        """Give the probe an order, see ``inprocess_probe.py``."""
         (self.probe_folder / what).touch()
+
+    def cancel(self, what: str) -> None:
+        """Take an order back that the probe obeys until then."""
+        (self.probe_folder / what).unlink()
 
     def check_obeyed(self, what: str) -> None:
         """Fail unless the probe has carried an order out."""
@@ -207,7 +211,7 @@ class InProcessEngine:
 
     def wait(self, condition: Callable[[], bool], what: str) -> None:
         """Wait until a condition holds."""
-        wait_until(condition, what, 30.0)
+        wait_until(condition, what)
 
 
 class EnginePool:

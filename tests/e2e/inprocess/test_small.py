@@ -107,10 +107,14 @@ def test_preempted_requests_give_the_same_output(engine: InProcessEngine) -> Non
     prompts = [engine.prompt(380, ("preempted", i)) for i in range(4)]
     alone = [engine.ask(prompt, new_tokens=24)[0] for prompt in prompts]
     before = engine.count(PREEMPTIONS)
-    together = engine.ask(*prompts, new_tokens=24)
-    assert engine.count(PREEMPTIONS) > before
-    assert [c.token_ids for c in together] == [c.token_ids for c in alone]
-    check_nothing_is_held(engine)
+    for _ in range(5):
+        together = engine.ask(*prompts, new_tokens=24)
+        assert [c.token_ids for c in together] == [c.token_ids for c in alone]
+        check_nothing_is_held(engine)
+        if engine.count(PREEMPTIONS) > before:
+            return
+        # On a busy machine one of them may have come when another had ended.
+    pytest.fail("no request was preempted")
 
 
 def test_a_prefix_lost_after_its_lookup_is_recomputed(engine: InProcessEngine) -> None:
@@ -180,12 +184,13 @@ def test_abort_at_every_stage(engine: InProcessEngine) -> None:
     # While it is answered.
     running = OpenRequest(engine, engine.prompt(6 * 128, "running"), 200)
     running.wait_first_token()
+    engine.order("go-slow")  # so that it does not end before the other is seen waiting
     # While it waits for blocks, its chunks looked up and pinned.
     waiting = OpenRequest(engine, known, 4)
-    engine.wait(lambda: "need to load" in engine.log(), "the lookup")
     engine.wait(lambda: engine.state()["lookups"] == 1, "the pins")
     waiting.abort()
     engine.wait(lambda: engine.state()["lookups"] == 0, "the release")
+    engine.cancel("go-slow")
     running.abort()
     # While it is computed and stored.
     computed = OpenRequest(engine, engine.prompt(7 * 128, "computed"), 4)

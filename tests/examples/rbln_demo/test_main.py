@@ -89,15 +89,17 @@ def test_ended_by_a_signal_it_stops_its_servers(tmp_path: Path) -> None:
             cwd=ROOT,
         )
     try:
-        deadline = time.monotonic() + 120
-        while "vllm serve" not in output.read_text():
+        deadline = time.monotonic() + 240
+        while (
+            "vllm serve" not in output.read_text()
+            or len(processes_that_name(tmp_path)) < 3
+        ):
             assert process.poll() is None, output.read_text()
             assert time.monotonic() < deadline, output.read_text()
             time.sleep(0.2)
         time.sleep(2.0)  # vllm serve is somewhere in its start-up
-        assert len(processes_that_name(tmp_path)) >= 3
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 128 + signal.SIGTERM
+        assert process.wait(240) == 128 + signal.SIGTERM
     finally:
         process.kill()
         process.wait()

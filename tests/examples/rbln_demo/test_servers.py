@@ -3,14 +3,17 @@
 
 # Standard
 from pathlib import Path
+from types import SimpleNamespace
 import json
 import os
+import socket
 import sys
 
 # Third Party
 import pytest
 
 # First Party
+from examples.rbln_demo import servers
 from examples.rbln_demo.processes import ServerFailedError, ServerProcess
 from examples.rbln_demo.servers import (
     CacheServer,
@@ -129,5 +132,23 @@ def test_transport_is_the_one_last_used(log: str, transport: str | None) -> None
     assert transport_of(log) == transport
 
 
-def test_free_ports_differ_from_those_in_use() -> None:
-    assert 0 < free_port() < 65536
+def test_free_ports_differ_from_those_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = int(servers.KERNEL_PORTS.read_text().split()[0])
+    with socket.socket() as used:
+        port = free_port()
+        assert servers.LOWEST_PORT <= port < first
+        used.bind((servers.HOST, port))
+        # Listened to or not, it is taken.
+        offered = iter([port] * 99 + [port + 1 if port + 1 < first else port - 1])
+        chance = SimpleNamespace(randrange=lambda low, high: next(offered))
+        monkeypatch.setattr(servers, "_chance", chance)
+        assert free_port() != port
+
+
+def test_where_the_kernel_hands_out_all_ports_it_is_asked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ports = tmp_path / "ports"
+    ports.write_text("1024\t60999\n")
+    monkeypatch.setattr(servers, "KERNEL_PORTS", ports)
+    assert 1024 <= free_port() <= 65535

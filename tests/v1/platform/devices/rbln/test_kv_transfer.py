@@ -62,7 +62,10 @@ def transfers(draw: st.DrawFn) -> dict[str, Any]:
 @settings(
     max_examples=150,
     deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    suppress_health_check=[
+        HealthCheck.function_scoped_fixture,
+        HealthCheck.too_slow,
+    ],
 )
 def test_any_transfer_equals_the_reference(device: str, call: dict[str, Any]) -> None:
     check_both_directions(device=device, **call)

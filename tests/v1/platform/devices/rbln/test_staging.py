@@ -85,7 +85,7 @@ def test_a_waiting_thread_gets_the_buffer_that_is_returned() -> None:
         with pool.borrow(1):
             result = executor.submit(wait)
             assert not got.wait(0.05)
-        result.result(timeout=10)
+        result.result(timeout=60)
     assert got.is_set()
 
 
@@ -148,7 +148,7 @@ def test_a_waiting_thread_learns_that_all_buffers_are_lost() -> None:
             result = executor.submit(pool.borrow, 1)
             loan.begin_copies()
         with pytest.raises(RuntimeError, match="restart the process"):
-            result.result(timeout=30)
+            result.result(timeout=60)
 
 
 def test_a_loan_that_is_dropped_comes_back() -> None:
@@ -171,7 +171,7 @@ def test_a_waiting_thread_finds_a_buffer_that_nobody_announced() -> None:
         result = executor.submit(pool.borrow, 1)
         assert not result.done()
         held.clear()
-        assert len(result.result(timeout=30).buffers) == 1
+        assert len(result.result(timeout=60).buffers) == 1
 
 
 def failing_maker(good: int) -> Callable[[], torch.Tensor]:
@@ -207,7 +207,7 @@ def test_a_transfer_without_memory_waits_for_another_s_buffer() -> None:
             waiting = [executor.submit(work_once, pool) for _ in range(2)]
             assert not any(result.done() for result in waiting)
             address = loan.buffers[0].data_ptr()
-        assert [result.result(timeout=30) for result in waiting] == [[address]] * 2
+        assert [result.result(timeout=60) for result in waiting] == [[address]] * 2
 
 
 def work_once(pool: StagingPool) -> list[int]:
