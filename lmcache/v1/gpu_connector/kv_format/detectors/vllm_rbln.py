@@ -28,6 +28,8 @@ from lmcache.lmcache_native import EngineKVFormat
 from lmcache.utils import EngineType
 from lmcache.v1.gpu_connector.kv_format.detectors import vllm
 from lmcache.v1.gpu_connector.kv_format.types import DiscoverableKVCache, LayoutHints
+from lmcache.v1.platform.devices.rbln.host_transpose import transpose_threads
+from lmcache.v1.platform.devices.rbln.staging import staging_buffers_setting
 
 #: Says which layout a cache of two blocks has, where vLLM-RBLN can't be asked.
 LAYOUT_ENV_VAR = "LMCACHE_RBLN_KV_LAYOUT"
@@ -58,10 +60,12 @@ class VLLM_RBLN_Detector(vllm.VLLM_Detector):
         Raises:
             ValueError: If 6-D caches are neither of the two layouts or have no memory,
                 or two blocks make the layouts indistinguishable and neither vLLM-RBLN
-                nor ``LMCACHE_RBLN_KV_LAYOUT`` tells them apart.
+                nor ``LMCACHE_RBLN_KV_LAYOUT`` tells them apart. Also if caches are on
+                an RBLN device and a setting of its transfers has no meaning.
         """
         if not isinstance(kv_caches, list) or not kv_caches:
             return super().discover(kv_caches, layout_hints)
+        _require_transfer_settings(kv_caches[0])
         tensors = [cache for cache in kv_caches if isinstance(cache, torch.Tensor)]
         if len(tensors) != len(kv_caches) or tensors[0].ndim != 6:
             return super().discover(kv_caches, layout_hints)
@@ -80,6 +84,16 @@ class VLLM_RBLN_Detector(vllm.VLLM_Detector):
             return EngineKVFormat.NL_X_TWO_NB_NH_ONE_BS_HS, kv_caches
         squeezed: DiscoverableKVCache = [cache.squeeze(3) for cache in tensors]
         return EngineKVFormat.NL_X_NB_TWO_NH_BS_HS, squeezed
+
+
+def _require_transfer_settings(cache: object) -> None:
+    """Refuse bad settings of RBLN transfers: registration detects, so start-up stops.
+
+    Not when LMCache is imported: its CLI and its server never transfer.
+    """
+    if isinstance(cache, torch.Tensor) and cache.device.type == "rbln":
+        transpose_threads()
+        staging_buffers_setting()
 
 
 def _block_axis(cache: torch.Tensor) -> int:

@@ -21,7 +21,6 @@ import torch
 from lmcache.lmcache_native import EngineKVFormat, TransferDirection
 from lmcache.v1.platform.base.device_ops import DeviceOps
 from lmcache.v1.platform.devices.rbln import kv_transfer
-from lmcache.v1.platform.devices.rbln.host_transpose import transpose_threads
 from lmcache.v1.platform.devices.rbln.kv_layout import (
     KVGeometry,
     chunk_view,
@@ -29,7 +28,6 @@ from lmcache.v1.platform.devices.rbln.kv_layout import (
 )
 from lmcache.v1.platform.devices.rbln.kv_plan import plan_pieces
 from lmcache.v1.platform.devices.rbln.ring import torch_rbln
-from lmcache.v1.platform.devices.rbln.staging import staging_buffers_setting
 from lmcache.v1.platform.ops_types import PageBufferShapeDesc
 
 
@@ -45,16 +43,6 @@ class RblnDeviceOps(DeviceOps):
     #: Every transfer returns after its last device copy has completed, so LMCache may
     #: free host memory without synchronizing a device that it may not even hold.
     transfers_complete_on_return: ClassVar[bool] = True
-
-    def __init__(self) -> None:
-        """Check the settings of transfers, so that a bad one stops start-up.
-
-        Raises:
-            ValueError: If a setting has no meaning; the message names it.
-        """
-        super().__init__()
-        transpose_threads()
-        staging_buffers_setting()
 
     def multi_layer_block_kv_transfer(
         self,

@@ -29,6 +29,11 @@ from lmcache.v1.gpu_connector.utils import (
     get_num_blocks,
     get_num_heads,
 )
+from lmcache.v1.platform.devices.rbln.host_transpose import (
+    THREADS_ENV_VAR,
+    transpose_threads,
+)
+from lmcache.v1.platform.devices.rbln.staging import STAGING_ENV_VAR
 
 _AMBIGUOUS = (2, 2, 3, 1, 4, 8)
 
@@ -178,6 +183,23 @@ def test_new_caches_at_an_old_address_are_not_taken_for_the_old(
     assert len(vllm_rbln._known_axes) <= 2
 
 
+@pytest.mark.npu
+@pytest.mark.parametrize("name", [STAGING_ENV_VAR, THREADS_ENV_VAR])
+@pytest.mark.parametrize("shape", [(3, 2, 3, 1, 4, 8), (3, 4, 8)], ids=str)
+def test_a_bad_setting_of_transfers_stops_the_registration(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], name: str
+) -> None:
+    layers = caches(shape)
+    on_device = [layer.to("rbln:0") for layer in layers]
+    detect_format(on_device, EngineType.VLLM)
+    monkeypatch.setenv(name, "many")
+    transpose_threads.cache_clear()
+    with pytest.raises(ValueError, match=f"{name}='many' is not a whole number"):
+        detect_format(on_device, EngineType.VLLM)
+    # Other devices have no use for it.
+    detect_format(layers, EngineType.VLLM)
+
+
 _ASK = """
 from types import SimpleNamespace
 from vllm.config import set_current_vllm_config
@@ -205,6 +227,6 @@ def test_vllm_rbln_answers_only_while_it_builds_a_model() -> None:
     if util.find_spec("vllm_rbln") is None:
         pytest.skip("vllm-rbln is not installed")
     run = subprocess.run(
-        [sys.executable, "-c", _ASK], capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", _ASK], capture_output=True, text=True, timeout=600
     )
     assert "ANSWERS [None, 0, 1, None]" in run.stdout, run.stdout + run.stderr
