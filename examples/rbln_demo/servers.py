@@ -155,7 +155,7 @@ class CacheServer:
         self.process.start()
 
     def wait_ready(
-        self, timeout_s: float = 240.0, on_wait: OnWait | None = None
+        self, timeout_s: float = 300.0, on_wait: OnWait | None = None
     ) -> float:
         """Wait until it answers; returns the seconds waited.
 
@@ -310,7 +310,7 @@ class Engine:
         self.process.start()
 
     def wait_ready(
-        self, timeout_s: float = 300.0, on_wait: OnWait | None = None
+        self, timeout_s: float = 600.0, on_wait: OnWait | None = None
     ) -> float:
         """Wait until it serves; returns the seconds waited.
 

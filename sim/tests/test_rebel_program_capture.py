@@ -89,13 +89,13 @@ def test_scopes_nest_and_belong_to_their_thread() -> None:
     def listen(opened: threading.Event, closed: threading.Event) -> None:
         with torch.rbln.capture_programs() as programs:
             opened.set()
-            closed.wait(60)
+            closed.wait(600)
         elsewhere.extend(programs)
 
     opened, closed = threading.Event(), threading.Event()
     thread = threading.Thread(target=listen, args=(opened, closed))
     thread.start()
-    opened.wait(60)
+    opened.wait(600)
     x = torch.ones(2).to("rbln:0")
     with torch.rbln.capture_programs() as outer:
         torch.compile(lambda x: x + 1, backend="rbln", dynamic=False)(x)

@@ -123,7 +123,7 @@ def test_greedy_tokens_are_those_of_transformers(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=400,
+        timeout=1200,
     )
     assert result.returncode == 0, result.stdout[-8000:]
     served = json.loads((tmp_path / "result.json").read_text())

@@ -81,7 +81,7 @@ def help_of(*command: str) -> set[str]:
         [str(Path(sys.executable).parent / command[0]), *command[1:]],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     assert run.returncode == 0, run.stderr
     return set(_FLAG.findall(run.stdout))
@@ -144,7 +144,7 @@ def test_every_metric_is_tested(document: Path) -> None:
 def make_targets(folder: Path) -> set[str]:
     """Return the targets that make knows in a folder, generated ones included."""
     database = subprocess.run(
-        ["make", "-npq", "-C", str(folder)], capture_output=True, text=True, timeout=300
+        ["make", "-npq", "-C", str(folder)], capture_output=True, text=True, timeout=600
     )
     return set(re.findall(r"(?m)^([a-z][a-z-]*):", database.stdout))
 

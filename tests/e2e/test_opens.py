@@ -51,7 +51,7 @@ def run(machine: dict[str, str], folder: Path, *arguments: str) -> None:
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
 

@@ -238,7 +238,7 @@ class Engines:
         """Wait for the answers of one round of a job."""
         path = self.folder / f"{job}.{round_name}"
         if not path.exists():
-            self.process.wait_ready(path.exists, 480.0)
+            self.process.wait_ready(path.exists, 1200.0)
         answers = json.loads(path.read_text())
         return Answers([tokens for tokens, _ in answers], [n for _, n in answers])
 

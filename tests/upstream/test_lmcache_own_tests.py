@@ -78,7 +78,7 @@ def test_it_passes(folder: Path, name: str, tmp_path: Path) -> None:
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1200,
     )
     assert run.returncode == 0, run.stdout + run.stderr
     # A skipped test has shown nothing.
