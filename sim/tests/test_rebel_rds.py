@@ -287,6 +287,59 @@ def test_a_rule_that_cannot_be_read_is_named(rule: str, why: str) -> None:
     assert f"'{rule}'" in str(error.value)
 
 
+def test_rules_in_a_file_change_while_a_program_runs(
+    storage: Any, tmp_path: Path
+) -> None:
+    file = tmp_path / "faults"
+
+    def put(rules: str) -> None:
+        file.with_suffix(".new").write_text(rules)
+        file.with_suffix(".new").replace(file)
+
+    def write() -> int | None:
+        try:
+            chunk.write(buffer_of(tensor))
+        except OSError as error:
+            return error.errno
+        return 0
+
+    put("")
+    storage(faults=f"@{file}")
+    tensor = device_tensor(UNIT, 1)
+    chunk = rds.Chunk(size=UNIT, device=0)
+    assert [write(), write()] == [0, 0]
+    put("enospc:write:1+sticky\n")
+    assert [write(), write()] == [errno.ENOSPC, errno.ENOSPC]
+    put("lost:1")
+    assert [write(), write(), write()] == [0, errno.ENODEV, errno.ENODEV]
+    put("eio:write:2")
+    assert [write(), write(), write()] == [0, errno.EIO, 0]
+    put("eio:write:2")  # the same rules once more
+    assert [write(), write()] == [0, errno.EIO]
+    put("")
+    assert [write(), write()] == [0, 0]
+    put("eio:write")
+    with pytest.raises(ValueError, match="cannot read the rule 'eio:write'"):
+        write()
+    file.unlink()
+    with pytest.raises(ValueError, match="faults: No such file"):
+        write()
+    chunk.close()
+
+
+@pytest.mark.parametrize(
+    ("rules", "why"), [("eio:x:1", "'eio:x:1'"), (None, "No such")]
+)
+def test_a_file_of_rules_is_read_at_once(
+    storage: Any, tmp_path: Path, rules: str | None, why: str
+) -> None:
+    file = tmp_path / "faults"
+    if rules is not None:
+        file.write_text(rules)
+    with pytest.raises(ValueError, match=why):
+        storage(faults=f"@{file}")
+
+
 HOLD = """
 import os, sys, torch
 from rebel import rds

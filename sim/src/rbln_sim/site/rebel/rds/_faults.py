@@ -10,6 +10,8 @@ The grammar follows that of ``RBLN_SIM_FAULTS``::
     KIND  = "alloc" | "write" | "read" | "any"
     WHEN  = NUMBER | "p=" PROBABILITY
     TIME  = NUMBER ("us" | "ms" | "s")
+
+``@PATH`` instead of rules names a file of rules, which may change at any time.
 """
 
 import errno
@@ -22,6 +24,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 KINDS = ("alloc", "write", "read")
 # What an action may strike.
@@ -179,3 +182,65 @@ class Schedule:
             return count == rule.position
         chance = random.Random(f"{self._seed} {number} {count}").random()
         return chance < rule.probability
+
+
+class FileSchedule:
+    """A schedule whose rules lie in a file, and change with it.
+
+    With a new file in its place operations are counted from 1 again, and no rule from
+    before is in force.
+
+    Args:
+        path: The file; whoever changes it must rename a new one into its place.
+        seed: Of the probabilities.
+
+    Raises:
+        ValueError: The file cannot be read, or a rule in it.
+    """
+
+    def __init__(self, path: Path, seed: int) -> None:
+        self._path = path
+        self._seed = seed
+        self._lock = threading.Lock()
+        self._version: tuple[int, int] | None = None
+        self._schedule = Schedule((), seed)
+        self._current()
+
+    def begin(self, kind: str) -> str | None:
+        """Count an operation by the rules of now; see :meth:`Schedule.begin`.
+
+        Raises:
+            ValueError: The rules cannot be read.
+        """
+        return self._current().begin(kind)
+
+    def _current(self) -> Schedule:
+        with self._lock:
+            try:
+                with self._path.open(encoding="utf-8") as file:
+                    stat = os.fstat(file.fileno())
+                    version = (stat.st_ino, stat.st_mtime_ns)
+                    if version != self._version:
+                        rules = parse(file.read().strip())
+                        self._schedule = Schedule(rules, self._seed)
+                        self._version = version
+            except OSError as error:
+                raise ValueError(
+                    f"RBLN_SIM_RDS_FAULTS=@{self._path}: {error.strerror}"
+                ) from error
+            return self._schedule
+
+
+def schedule_of(setting: str, seed: int) -> Schedule | FileSchedule:
+    """Return the schedule that a setting asks for.
+
+    Args:
+        setting: Rules, or ``@`` and the path of a file of rules.
+        seed: Of the probabilities.
+
+    Raises:
+        ValueError: The setting cannot be read.
+    """
+    if setting.startswith("@"):
+        return FileSchedule(Path(setting[1:]), seed)
+    return Schedule(parse(setting), seed)

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ._faults import Schedule
+from ._faults import schedule_of
 from ._settings import UNIT, settings
 
 
@@ -53,7 +53,7 @@ class Service:
         config = settings()
         self.capacity = config.capacity
         self.path = config.file
-        self.faults = Schedule(config.rules, config.seed)
+        self.faults = schedule_of(config.faults, config.seed)
         self.deferred = config.deferred
         self.seed = config.seed
         self._me = (os.getpid(), _birth(os.getpid()))

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from ._faults import Rule, parse
+from ._faults import schedule_of
 
 UNIT = 4096
 _DEFAULT_GIB = 16.0
@@ -20,14 +20,14 @@ class Settings:
     Attributes:
         file: Holds its bytes.
         capacity: Its size in bytes; 0: there is no storage service.
-        rules: What goes wrong, and when.
-        seed: Of faults by probability.
+        faults: What goes wrong, and when; see :func:`schedule_of`.
+        seed: Of delays, and of faults by probability.
         deferred: Whether operations on a stream end late.
     """
 
     file: Path
     capacity: int
-    rules: tuple[Rule, ...]
+    faults: str
     seed: int
     deferred: bool
 
@@ -62,11 +62,14 @@ def settings() -> Settings:
         ValueError: One cannot be read; the message names it.
     """
     file = os.environ.get("RBLN_SIM_RDS_FILE")
+    faults = os.environ.get("RBLN_SIM_RDS_FAULTS", "")
+    # Checked by the runtime, which has read it before.
+    seed = int(os.environ.get("RBLN_SIM_SEED") or 0)
+    schedule_of(faults, seed)
     return Settings(
         file=Path(file) if file else _state_dir() / "rds.img",
         capacity=_capacity(),
-        rules=parse(os.environ.get("RBLN_SIM_RDS_FAULTS", "")),
-        # Both were checked by the runtime, which has read them before.
-        seed=int(os.environ.get("RBLN_SIM_SEED") or 0),
+        faults=faults,
+        seed=seed,
         deferred=os.environ.get("RBLN_SIM_DEFERRED") == "1",
     )
