@@ -179,7 +179,6 @@ class RDSBackend(AllocatorBackendInterface):
         )
         if obj is None:
             self._metrics.add("staging_failures")
-        self._show_state()
         return obj
 
     def batched_allocate(

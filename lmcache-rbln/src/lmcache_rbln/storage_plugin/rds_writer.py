@@ -150,6 +150,7 @@ class ChunkWriter:
             self._let_go(batch)
             return
         started = time.perf_counter()
+        self._changed()
         regions, full = self._take_regions(len(batch))
         self._fail(batch[len(regions) :], full)
         batch = batch[: len(regions)]
