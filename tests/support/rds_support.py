@@ -27,6 +27,10 @@ CHUNK_BYTES = 128 << 10
 REGION_BYTES = CHUNK_BYTES + 4096
 
 
+#: Changes the bytes of a region.
+Change = Callable[[bytearray], None]
+
+
 @dataclass
 class Storage:
     """Makes the simulated NVMe of a test, and damages what is on it."""
@@ -171,8 +175,11 @@ class Engine:
         assert allocator.free_slots == allocator.num_slots
 
 
+MakeEngine = Callable[..., Engine]
+
+
 @contextmanager
-def engines() -> Iterator[Callable[..., Engine]]:
+def engines() -> Iterator[MakeEngine]:
     """Makes engines on the test's storage from ``rds_*`` settings."""
     made: list[Engine] = []
 
@@ -187,7 +194,7 @@ def engines() -> Iterator[Callable[..., Engine]]:
         one.backend.close()
 
 
-def damage(engine: Engine, number: int, change: Callable[[bytearray], None]) -> None:
+def damage(engine: Engine, number: int, change: Change) -> None:
     """Change the stored bytes of a chunk behind the backend's back.
 
     Args:
@@ -204,3 +211,47 @@ def damage(engine: Engine, number: int, change: Callable[[bytearray], None]) -> 
         assert len(data) == REGION_BYTES
         file.seek(start)
         file.write(data)
+
+
+def _overwrite(first: int, last: int, value: int = 0) -> Change:
+    def change(data: bytearray) -> None:
+        data[first:last] = bytes([value]) * (last - first)
+
+    return change
+
+
+def put(place: slice, value: bytes) -> Change:
+    """A change that puts bytes in a place of the region."""
+
+    def change(data: bytearray) -> None:
+        data[place] = value
+
+    return change
+
+
+def _flip(bit: int) -> Change:
+    def change(data: bytearray) -> None:
+        data[bit // 8] ^= 1 << bit % 8
+
+    return change
+
+
+#: Kinds of damage to a region.
+DAMAGE = {
+    "all zero": _overwrite(0, REGION_BYTES),
+    "header zero": _overwrite(0, 4096),
+    "payload zero": _overwrite(4096, REGION_BYTES),
+    "second half missing": _overwrite(REGION_BYTES // 2, REGION_BYTES),
+    "last sector missing": _overwrite(REGION_BYTES - 4096, REGION_BYTES),
+    "poison": _overwrite(0, REGION_BYTES, 0xA5),
+    **{
+        f"bit {bit}": _flip(bit)
+        for bit in (
+            0,
+            8 * 4096 - 1,
+            8 * 4096,
+            8 * REGION_BYTES - 1,
+            *random.Random(0).sample(range(8 * REGION_BYTES), 12),
+        )
+    },
+}

@@ -2,9 +2,11 @@
 """The adapter: what it asks of ``rebel.rds``, and how failures are told."""
 
 # Standard
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 import errno
+import re
 import sys
 
 # Third Party
@@ -12,6 +14,7 @@ import pytest
 import torch
 
 # First Party
+from lmcache_rbln.storage_plugin import rds_device
 from lmcache_rbln.storage_plugin.rds_device import (
     RDSDevice,
     RDSError,
@@ -177,3 +180,14 @@ def test_no_module_and_no_device_are_named(
 )
 def test_aligned(nbytes: int, up: int) -> None:
     assert aligned(nbytes) == up
+
+
+def test_nothing_else_imports_rebel() -> None:
+    package = Path(rds_device.__file__).parents[1]
+    importing = re.compile(r"(?m)^\s*(?:from|import) rebel\b")
+    importers = {
+        str(path.relative_to(package))
+        for path in package.rglob("*.py")
+        if importing.search(path.read_text(encoding="utf-8"))
+    }
+    assert importers == {"storage_plugin/rds_device.py", "diagnose/probe_runtime.py"}

@@ -14,10 +14,9 @@ import torch
 
 # First Party
 from lmcache.v1.memory_management import MemoryFormat
-from lmcache_rbln.storage_plugin.rds_checksum import DeviceChecksum
 from lmcache_rbln.storage_plugin.rds_device import RDSDevice, RDSError
-from lmcache_rbln.storage_plugin.rds_staging import StagingAllocator, deadline_in
-import xxhash
+from lmcache_rbln.storage_plugin.rds_staging import StagingAllocator
+from lmcache_rbln.storage_plugin.rds_waits import deadline_in
 
 pytestmark = pytest.mark.npu
 
@@ -147,18 +146,3 @@ def test_the_next_user_waits_for_work_that_is_left_on_a_slot(
     assert again is not None
     assert waited == [True]
     assert again.ready is None
-
-
-@pytest.mark.parametrize("nbytes", [1, 4095, 4096, 8192, 8193, 3 * 4096 + 7, 5 * 4096])
-def test_a_checksum_is_of_exactly_the_first_bytes(
-    device: RDSDevice, nbytes: int
-) -> None:
-    host = torch.randint(0, 256, (5 * 4096,), dtype=torch.uint8)
-    tensor = device.empty(5 * 4096)
-    tensor.copy_(host)
-    checksum = DeviceChecksum(torch.device("rbln:0"), tile_bytes=4096)
-    want = xxhash.xxh3_128(host[:nbytes].numpy().tobytes()).digest()
-    with ThreadPoolExecutor(8) as pool:
-        for got in pool.map(lambda _: checksum.digest(tensor, nbytes), range(16)):
-            assert got == want
-    assert len(checksum._free) <= 3

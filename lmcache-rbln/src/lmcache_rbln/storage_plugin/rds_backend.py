@@ -34,8 +34,9 @@ from .rds_metrics import RDSMetrics
 from .rds_reader import ChunkReader
 from .rds_regions import RegionPool
 from .rds_settings import RDSSettings, read_settings
-from .rds_staging import StagingAllocator, deadline_in
+from .rds_staging import StagingAllocator
 from .rds_transfer import ChunkTransfer, region_bytes
+from .rds_waits import StoreWaits
 from .rds_writer import ChunkWriter, OnComplete
 
 logger = init_logger(__name__)
@@ -109,6 +110,7 @@ class RDSBackend(AllocatorBackendInterface):
             self.settings.wait_timeout,
             self._show_state,
         )
+        self._waits = StoreWaits(self.settings.wait_timeout)
         # For what LMCache's event loop must not wait for.
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="rds-reader")
         self._lock = threading.Lock()
@@ -161,7 +163,7 @@ class RDSBackend(AllocatorBackendInterface):
         """Take staging memory for a chunk.
 
         While writes are under way their memory comes back, so it is waited for, at most
-        ``rds_wait_timeout``.
+        ``rds_wait_timeout`` for all chunks that are stored together.
 
         Args:
             shapes: Of the tensors in the chunk.
@@ -173,11 +175,13 @@ class RDSBackend(AllocatorBackendInterface):
         Returns:
             The object with one reference, or ``None``: nothing more is to be stored.
         """
-        left = deadline_in(self.settings.wait_timeout)
+        left = self._waits.left()
         obj = self._allocator.allocate_within(
             shapes, dtypes, fmt, lambda: left() if self._writer.busy else 0.0
         )
+        self._waits.waited(left)
         if obj is None:
+            self._waits.end()
             self._metrics.add("staging_failures")
         return obj
 
@@ -234,6 +238,7 @@ class RDSBackend(AllocatorBackendInterface):
                 overlapped one before it.
         """
         started = time.perf_counter()
+        self._waits.end()
         self._failures.surface()
         future = self._writer.submit(keys, objs, on_complete_callback)
         self._failures.surface()

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The thin layer over ``rebel.rds``: the only importer of ``rebel`` in this package.
+"""The thin layer over ``rebel.rds``, and the only importer of ``rebel``.
+
+(``python -m lmcache_rbln.diagnose`` runs the documented check for devices besides, in a
+process of its own.)
 
 Rebellions publishes no documentation of the module. Everything that is assumed of it
 stands here, by name, so that a difference found on hardware is one small change:

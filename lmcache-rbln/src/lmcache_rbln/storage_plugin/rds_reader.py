@@ -15,8 +15,9 @@ from .rds_device import RDSError
 from .rds_failures import Failures
 from .rds_index import ChunkIndex, Entry
 from .rds_metrics import RDSMetrics
-from .rds_staging import StagingAllocator, deadline_in
+from .rds_staging import StagingAllocator
 from .rds_transfer import ChunkTransfer, Read
+from .rds_waits import deadline_in
 
 logger = init_logger(__name__)
 

@@ -10,7 +10,6 @@ allocation until its last reference is gone.
 from collections import deque
 from typing import Any
 import threading
-import time
 
 # Third Party
 import torch
@@ -29,6 +28,7 @@ from lmcache.v1.memory_management import (
 # Local
 from .rds_device import RDSDevice, RDSError, aligned
 from .rds_header import HEADER_BYTES
+from .rds_waits import SecondsLeft
 
 logger = init_logger(__name__)
 
@@ -141,7 +141,7 @@ class StagingAllocator(MemoryAllocatorInterface):
         shapes: torch.Size | list[torch.Size],
         dtypes: torch.dtype | list[torch.dtype],
         fmt: MemoryFormat | None,
-        seconds_left: Any,
+        seconds_left: SecondsLeft,
     ) -> StagedMemoryObj | None:
         """Take a free slot, or wait for one.
 
@@ -257,13 +257,3 @@ class StagingAllocator(MemoryAllocatorInterface):
         with self._lock:
             self._closed = True
             self._lock.notify_all()
-
-
-def deadline_in(seconds: float) -> Any:
-    """Return a function that tells how many of these seconds are left.
-
-    Args:
-        seconds: From now.
-    """
-    end = time.monotonic() + seconds
-    return lambda: end - time.monotonic()

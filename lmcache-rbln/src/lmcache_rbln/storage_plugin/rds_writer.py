@@ -24,6 +24,9 @@ from .rds_transfer import ChunkTransfer, Write
 
 logger = init_logger(__name__)
 
+#: Attempts of a batch that the NVMe has no space for.
+_FULL_ATTEMPTS = 4
+
 OnComplete = Callable[[CacheEngineKey], None]
 _Batch = list[tuple[CacheEngineKey, StagedMemoryObj]]
 
@@ -216,11 +219,16 @@ class ChunkWriter:
             self._index.publish(key, entry)
 
     def _write_evicting(self, writes: list[Write]) -> list[ChunkHeader]:
-        """Write; while the NVMe is full, evict as much as was to be written."""
+        """Write; if the NVMe is full, evict as much as was to be written, and again."""
+        attempts_left = _FULL_ATTEMPTS
         while True:
             try:
                 return self._transfer.write(writes)
             except RDSFullError:
+                attempts_left -= 1
+                if not attempts_left:
+                    # Eviction makes no space: what is stored is worth more than this.
+                    raise
                 victims = [self._index.evict() for _ in writes]
                 freed = [victim for victim in victims if victim is not None]
                 if not freed:

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is read is what was written, or a miss: damage of every kind."""
+
+# Standard
+from dataclasses import fields, replace
+from typing import Any
+import os
+
+# Third Party
+from rds_support import (
+    CHUNK_BYTES,
+    DAMAGE,
+    REGION_BYTES,
+    MakeEngine,
+    Storage,
+    damage,
+    key_of,
+    put,
+)
+import pytest
+import torch
+
+# First Party
+from lmcache_rbln.storage_plugin.rds_header import ChunkHeader
+
+pytestmark = pytest.mark.npu
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_chunk_is_a_miss_and_is_dropped(
+    engine: MakeEngine, kind: str
+) -> None:
+    one = engine()
+    one.store(0, 1)
+    rejected = one.metric("rejected_chunks")
+    damage(one, 0, DAMAGE[kind])
+    assert one.load(0) == [False]
+    assert one.metric("rejected_chunks") == rejected + 1
+    assert one.holds(0, 1) == [False, True]
+    assert one.load(1) == [True]
+    one.store(0)
+    assert one.load(0) == [True]
+    one.assert_idle()
+
+
+OTHER: dict[str, Any] = {
+    "key": bytes(16),
+    "payload_bytes": CHUNK_BYTES - 4096,
+    "shape": (2, 2, 128, 127),
+    "dtype": torch.float16,
+    "layout": "rbln-blocks-first-hnd/1",
+    "block_size": 64,
+    "checksum_kind": "header",
+    "checksum": bytes(16),
+}
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("field", [field.name for field in fields(ChunkHeader)])
+def test_a_sound_header_that_says_anything_else_is_a_miss(
+    engine: MakeEngine, field: str
+) -> None:
+    one = engine()
+    one.store(0)
+    rejected = one.metric("rejected_chunks")
+    header = one.backend._index._entries[key_of(0)].header
+    other = replace(header, **{field: OTHER[field]})
+    damage(one, 0, put(slice(4096), other.encode()))
+    assert one.load(0) == [False]
+    assert one.metric("rejected_chunks") == rejected + 1
+    assert one.holds(0) == [False]
+    one.assert_idle()
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("left", [0, 4096, REGION_BYTES // 2, REGION_BYTES - 4096])
+def test_a_chunk_cut_short_is_a_miss(
+    engine: MakeEngine, storage: Storage, left: int
+) -> None:
+    """The device ends inside of the chunk: its reads fail."""
+    one = engine()
+    one.store(0, 1)
+    failures = one.metric("read_failures")
+    path, start = one.backend._index._entries[key_of(1)].region.chunk.sim_location
+    os.truncate(path, start + left)
+    assert one.load(1) == [False]
+    assert one.metric("read_failures") == failures + 1
+    assert one.holds(0, 1) == [True, False]
+    assert one.load(0) == [True]
+    one.store(1)
+    assert one.load(1) == [True]
+    one.assert_idle()
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("part", ["whole", "header", "payload"])
+def test_swapped_chunks_are_misses(engine: MakeEngine, part: str) -> None:
+    one = engine()
+    one.store(0, 1, 2)
+    places = {"whole": slice(None), "header": slice(4096), "payload": slice(4096, None)}
+    held: list[bytes] = []
+    for number in (0, 1):
+        damage(one, number, lambda data: held.append(bytes(data[places[part]])))
+    for number in (0, 1):
+        other = held[1 - number]
+        damage(one, number, put(places[part], other))
+    assert one.load(0) == [False]
+    assert one.load(1) == [False]
+    assert one.load(2) == [True]
+    one.assert_idle()
+
+
+@pytest.mark.sim
+def test_an_old_chunk_of_the_same_key_is_a_miss(engine: MakeEngine) -> None:
+    """A write that the NVMe lost although it reported success."""
+    one = engine({"rds_max_chunks": 1})
+    one.store(0)
+    old: list[bytes] = []
+    damage(one, 0, lambda data: old.append(bytes(data)))
+    one.backend.remove(key_of(0))
+    obj = one.chunk(5)  # other bytes under the same key
+    futures = one.backend.batched_submit_put_task([key_of(0)], [obj])
+    obj.ref_count_down()
+    assert futures is not None
+    futures[0].result(timeout=10)
+    damage(one, 0, put(slice(None), old[0]))
+    assert one.backend.get_blocking(key_of(0)) is None
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("position", [1, 2, 3, 4])
+def test_a_torn_write_is_a_miss(
+    engine: MakeEngine, storage: Storage, position: int
+) -> None:
+    storage.use(faults=f"torn:write:{position}")
+    one = engine()
+    one.store(0)
+    one.store(1)
+    # A header is one sector: torn is not written at all.
+    came = [one.load(0)[0], one.load(1)[0]]
+    assert came == [position not in (1, 2), position not in (3, 4)]
+    one.assert_idle()
+
+
+@pytest.mark.sim
+def test_checksum_header_finds_headers_alone(
+    engine: MakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = engine({"rds_checksum": "header"})
+    one.store(0, 1)
+    assert one.load(0) == [True]
+    damage(one, 0, DAMAGE["header zero"])
+    damage(one, 1, DAMAGE["last sector missing"])
+    assert one.load(0) == [False]
+    obj = one.backend.get_blocking(key_of(1))
+    assert obj is not None  # what the setting gives up
+    obj.ref_count_down()

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stores: what is written, what is told of it, and what goes to make space."""
+
+# Standard
+from collections.abc import Iterator
+from typing import Any
+import logging
+import threading
+
+# Third Party
+from rds_support import (
+    REGION_BYTES,
+    MakeEngine,
+    Storage,
+    key_of,
+)
+import pytest
+import torch
+
+pytestmark = pytest.mark.npu
+
+
+def test_what_is_stored_or_being_written_is_not_written_again(
+    engine: MakeEngine,
+) -> None:
+    one = engine()
+    one.store(1)
+    written = one.metric("written_chunks")
+    assert one.submit(1) is None
+    gate = threading.Event()
+    one.backend._writer._thread.submit(gate.wait)
+    futures = one.submit(2)
+    assert one.backend.exists_in_put_tasks(key_of(2))
+    assert one.holds(2) == [False]  # not before its bytes are down
+    assert one.submit(2) is None
+    gate.set()
+    futures[0].result(timeout=10)
+    assert one.holds(2) == [True]
+    assert not one.backend.exists_in_put_tasks(key_of(2))
+    assert one.metric("written_chunks") == written + 1
+    one.assert_idle()
+
+
+def test_a_callback_per_key_even_if_one_fails(engine: MakeEngine) -> None:
+    one = engine()
+    called = []
+
+    def done(key: Any) -> None:
+        called.append(key)
+        raise RuntimeError("broken callback")
+
+    objs = [one.chunk(number) for number in (1, 2)]
+    futures = one.backend.batched_submit_put_task(
+        [key_of(1), key_of(2)], list(objs), on_complete_callback=done
+    )
+    for obj in objs:
+        obj.ref_count_down()
+    assert futures is not None
+    futures[0].result(timeout=10)
+    assert called == [key_of(1), key_of(2)]
+    assert one.load(1, 2) == [True, True]
+
+
+@pytest.mark.parametrize("limit", ["rds_max_chunks", "rds_capacity", "device"])
+def test_the_least_recently_used_goes(
+    engine: MakeEngine, storage: Storage, limit: str
+) -> None:
+    if limit == "device":
+        storage.use(chunks=7)
+    one = engine(
+        {
+            "rds_max_chunks": {"rds_max_chunks": 7},
+            "rds_capacity": {"rds_capacity": 1},
+        }.get(limit, {})
+    )
+    evicted = one.metric("evicted_chunks")
+    for number in range(7):
+        one.store(number)
+    assert one.load(0) == [True]  # used again
+    one.store(7, 8)
+    assert one.holds(*range(9)) == [True, False, False] + [True] * 6
+    assert one.metric("evicted_chunks") - evicted == 2
+    assert one.metric("used_bytes") == 7 * REGION_BYTES
+    for number in (0, *range(3, 9)):
+        assert one.load(number) == [True]
+
+
+def test_what_a_lookup_pinned_is_not_evicted(engine: MakeEngine) -> None:
+    one = engine({"rds_max_chunks": 3})
+    one.store(0, 1, 2)
+    assert one.backend.batched_contains([key_of(0), key_of(1)], pin=True) == 2
+    one.store(3, 4)
+    assert one.holds(0, 1) == [True, True]
+    assert one.backend.remove(key_of(0), force=False) is False
+    failures = one.metric("write_failures")
+    assert one.backend.pin(key_of(4)) or one.backend.pin(key_of(3))
+    one.store(5)  # nothing may go: it is not stored, and nothing is lost
+    assert one.holds(0, 1, 5) == [True, True, False]
+    assert one.metric("write_failures") == failures + 1
+    for number in (0, 1):
+        assert one.backend.unpin(key_of(number))
+    one.store(5)
+    assert one.holds(5) == [True]
+    one.assert_idle()
+
+
+def test_more_than_fits_stores_the_beginning(engine: MakeEngine) -> None:
+    one = engine({"rds_max_chunks": 2})
+    failures = one.metric("write_failures")
+    one.store(0, 1, 2)
+    assert one.holds(0, 1, 2) == [True, True, False]
+    assert one.metric("write_failures") == failures + 1
+    one.assert_idle()
+
+
+@pytest.fixture
+def logged(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Error lines of the backend; LMCache's logger does not propagate."""
+    lines: list[str] = []
+
+    class Collect(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    logger = logging.getLogger("lmcache_rbln.storage_plugin.rds_writer")
+    handler = Collect(logging.ERROR)
+    logger.addHandler(handler)
+    monkeypatch.setattr(handler, "level", logging.ERROR)
+    yield lines
+    logger.removeHandler(handler)
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize(
+    "faults",
+    ["eio:write:1+sticky", "enospc:write:1+sticky", "enospc:alloc:1+sticky", "lost:0"],
+)
+def test_failing_writes_are_counted_and_told(
+    engine: MakeEngine, storage: Storage, faults: str, logged: list[str]
+) -> None:
+    storage.use(faults=faults)
+    one = engine({"rds_failure_policy": "ignore"})
+    failures = one.metric("write_failures")
+    one.store(0, 1, 2)
+    one.store(3)
+    assert one.metric("write_failures") - failures == 4
+    told = [line.split(":")[0] for line in logged]
+    assert told == [
+        "RDS batched write failed for 3 keys",
+        "RDS batched write failed for 1 keys",
+    ]
+    assert one.holds(0, 1, 2, 3) == [False] * 4
+    one.assert_idle()
+
+
+@pytest.mark.sim
+def test_a_full_device_evicts_and_recovers_when_space_is_back(
+    engine: MakeEngine, storage: Storage
+) -> None:
+    rds = pytest.importorskip("rebel.rds")
+    storage.use(chunks=4)
+    torch.empty(1, device="rbln:0").cpu()
+    hog = rds.Chunk(size=4 * REGION_BYTES, device=0)
+    one = engine()
+    failures = one.metric("write_failures")
+    one.store(0)
+    assert one.holds(0) == [False]
+    assert one.metric("write_failures") == failures + 1
+    hog.close()
+    for number in range(6):
+        one.store(number)
+    assert one.holds(*range(6)) == [False, False, True, True, True, True]
+    assert one.metric("write_failures") == failures + 1
+    for number in range(2, 6):
+        assert one.load(number) == [True]
+
+
+@pytest.mark.sim
+def test_a_write_that_finds_the_device_full_evicts_and_is_tried_again(
+    engine: MakeEngine, storage: Storage
+) -> None:
+    storage.use(faults="enospc:write:5")
+    one = engine()
+    one.store(0)
+    one.store(1)
+    one.store(2)
+    assert one.holds(0, 1, 2) == [False, True, True]
+    assert one.load(1, 2) == [True, True]
+    one.assert_idle()
+
+
+@pytest.mark.sim
+def test_where_eviction_makes_no_space_the_rest_stays(
+    engine: MakeEngine, storage: Storage
+) -> None:
+    # Each chunk takes two writes; from the 17th on there is no space.
+    storage.use(faults="enospc:write:17+sticky")
+    one = engine()
+    for number in range(8):
+        one.store(number)
+    failures = one.metric("write_failures")
+    one.store(8)
+    assert one.metric("write_failures") == failures + 1
+    assert one.holds(*range(9)) == [False] * 3 + [True] * 5 + [False]
+    assert one.load(3, 4, 5, 6, 7) == [True] * 5
+    one.assert_idle()
