@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 import json
 import os
-import random
 import sys
 
 # Third Party
@@ -25,6 +24,7 @@ from examples.rbln_demo.servers import (
     CacheServer,
     CacheServerConfig,
 )
+from tests.e2e.clear_prompts import clear_prompts
 from tests.e2e.kv_blocks import assert_same_blocks, blocks_of, read_transfers
 from tests.e2e.stack import BLOCK_SIZE, ENGINE_SIDE, MAX_MODEL_LEN
 
@@ -35,9 +35,6 @@ NEW_TOKENS = 4
 PROMPTS = 3
 # Two whole chunks and a rest, and exactly two chunks.
 LENGTHS = (2 * BLOCK_SIZE + 40, 2 * BLOCK_SIZE)
-# Two NPUs add up in another order than one. A greedy token is compared where the best
-# logit leads by more than that can change, in standard deviations of the logits.
-MARGIN = 0.15
 
 # One process for all engines, so that vLLM is imported once: engines and workers are
 # forked from it. A job with a connector waits for its go before the second round.
@@ -95,48 +92,6 @@ CASES = [
 ]
 
 
-def clear_prompts(model: Path) -> list[list[int]]:
-    """Choose prompts with answers that rounding cannot change.
-
-    Args:
-        model: Folder of the model.
-
-    Returns:
-        Random prompts whose greedy tokens lead by the margin in float32, at every
-        step.
-    """
-    # Third Party
-    from transformers import AutoModelForCausalLM
-
-    network = AutoModelForCausalLM.from_pretrained(model).float()
-    chance = random.Random(0)
-    found: list[list[int]] = []
-    for number in range(20):
-        length = LENGTHS[number % len(LENGTHS)]
-        batch = [
-            [chance.randrange(3, tiny_models.VOCAB_SIZE) for _ in range(length)]
-            for _ in range(8)
-        ]
-        answer = network.generate(
-            torch.tensor(batch),
-            max_new_tokens=NEW_TOKENS,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
-        logits = torch.stack(answer.logits)  # [tokens, prompts, vocabulary]
-        best = logits.topk(2).values
-        lead = (best[..., 0] - best[..., 1]) / logits.std(dim=-1)
-        clear = lead.amin(dim=0) > MARGIN
-        # Not all of one length.
-        found += [batch[i] for i in clear.nonzero().flatten().tolist()][:2]
-        if len(found) >= PROMPTS:
-            return found[:PROMPTS]
-    raise AssertionError(f"{model.name}: no {PROMPTS} prompts have clear answers")
-
-
 @dataclass(frozen=True)
 class Answers:
     """Greedy answers to the prompts, with how many prompt tokens were restored."""
@@ -183,7 +138,8 @@ class Engines:
         for case in CASES:
             folder = self.folder / case.dtype
             model = tiny_models.make(case.kind, folder, dtype=case.dtype)
-            self.prompts[case.name] = clear_prompts(model)
+            clear = clear_prompts(model, LENGTHS, PROMPTS, NEW_TOKENS)
+            self.prompts[case.name] = [prompt.tokens for prompt in clear]
             jobs |= self._jobs(case, model)
         (self.folder / "engines.py").write_text(ENGINES)
         (self.folder / "jobs.json").write_text(json.dumps(jobs))
