@@ -22,8 +22,8 @@ from lmcache.v1.platform.devices.rbln.staging import Loan, StagingPool, once
 
 logger = init_logger(__name__)
 
-#: Parts of one buffer that need no second one.
-_ENOUGH_PARTS = 4
+#: Parts of one buffer that need no second one: one is copied, one is transposed.
+_ENOUGH_PARTS = 2
 
 
 class Staged:
@@ -105,7 +105,7 @@ class Ring:
     def divide(self, part_bytes: int, dtype: torch.dtype) -> None:
         """Stage in parts of buffers from now on.
 
-        Four parts keep the copies busy, so other buffers go back to whoever waits.
+        Two parts keep the copies busy, so other buffers go back to whoever waits.
 
         Args:
             part_bytes: Bytes of a part, at most those of a buffer, whole elements.
