@@ -29,8 +29,11 @@ logger = init_logger(__name__)
 #: Buffers of a device and dtype at most: LMCache stores with four threads.
 DEVICE_BUFFERS = 4
 
-#: Copies of one measurement, and their size in bytes: their time is fixed cost.
-_PROBES = 8
+#: Copies of one measurement, and their size in bytes: their time is fixed cost. They
+#: are many, since the first one may have to wake the driver.
+_PROBES = 32
+#: Copies of the first one, which shows whether the others would take too long.
+_FIRST_PROBES = 4
 _PROBE_BYTES = 4096
 _ROUNDS = 12
 #: Where copies take longer, in microseconds each, the fixed cost is lost in what makes
@@ -88,8 +91,10 @@ class _Measurement:
     def take(self, host: torch.Tensor, inside: torch.Tensor, src: torch.Tensor) -> None:
         """Measure some rounds; others can only make a copy slower, so minima count."""
         self.attempts += 1
-        for _ in range(_ROUNDS):
-            host_us, device_us = _fixed_us(host, src), _fixed_us(inside, src)
+        for attempt in range(_ROUNDS):
+            probes = _PROBES if attempt else _FIRST_PROBES
+            host_us = _fixed_us(host, src, probes)
+            device_us = _fixed_us(inside, src, probes)
             self.host_us = min(self.host_us, host_us)
             self.device_us = min(self.device_us, device_us)
             if host_us + device_us > _HOPELESS_US:
@@ -166,12 +171,12 @@ def measured_costs(
         measurement.running.release()
 
 
-def _fixed_us(target: torch.Tensor, source: torch.Tensor) -> float:
+def _fixed_us(target: torch.Tensor, source: torch.Tensor, copies: int) -> float:
     """Return the time of one small copy among several, in microseconds."""
     stream = torch.rbln.current_stream(source.device)  # type: ignore[attr-defined]
     stream.synchronize()
     start = time.perf_counter()
-    for _ in range(_PROBES):
+    for _ in range(copies):
         target.copy_(source, non_blocking=True)
     stream.synchronize()
-    return (time.perf_counter() - start) / _PROBES * 1e6
+    return (time.perf_counter() - start) / copies * 1e6

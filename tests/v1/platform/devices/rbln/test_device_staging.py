@@ -209,7 +209,9 @@ class Probes:
         self._slower_us = slower_us
         self._running = threading.Lock()
 
-    def __call__(self, target: torch.Tensor, source: torch.Tensor) -> float:
+    def __call__(
+        self, target: torch.Tensor, source: torch.Tensor, copies: int
+    ) -> float:
         assert self._running.acquire(blocking=False), "two measure at once"
         try:
             self.threads.add(threading.get_ident())
@@ -299,7 +301,7 @@ def test_costs_beyond_reason_are_not_believed(monkeypatch: pytest.MonkeyPatch) -
     operands = (region, torch.zeros(4096, dtype=torch.uint8), region)
     calls = 0
 
-    def fixed_us(target: torch.Tensor, source: torch.Tensor) -> float:
+    def fixed_us(target: torch.Tensor, source: torch.Tensor, copies: int) -> float:
         nonlocal calls
         calls += 1
         return 293.0 if target.device.type == "cpu" else 1.0
