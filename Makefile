@@ -40,12 +40,16 @@ test: setup
 test-serving:
 	$(BIN)/python -m pytest $(SERVING_TESTS) $(PYTEST_ARGS)
 
+# All of it runs, whatever fails first.
 test-others:
-	$(MAKE) -C sim test test-asan test-tsan
-	$(MAKE) -C csrc/kv_transpose test test-asan test-tsan test-portable
-	RBLN_SIM_DEFERRED=1 $(BIN)/python -m pytest tests lmcache-rbln/tests --runtime sim -m deferred \
-	    $(PYTEST_ARGS)
-	$(BIN)/python -m pytest $(TESTS) $(SERVING_TESTS:%=--ignore=%) $(PYTEST_ARGS)
+	@status=0; \
+	$(MAKE) -C sim test test-asan test-tsan || status=1; \
+	$(MAKE) -C csrc/kv_transpose test test-asan test-tsan test-portable || status=1; \
+	RBLN_SIM_DEFERRED=1 $(BIN)/python -m pytest tests lmcache-rbln/tests --runtime sim \
+	    -m deferred $(PYTEST_ARGS) || status=1; \
+	$(BIN)/python -m pytest $(TESTS) $(SERVING_TESTS:%=--ignore=%) $(PYTEST_ARGS) \
+	    || status=1; \
+	exit $$status
 
 lint: setup
 	$(BIN)/ruff check $(PYTHON_SOURCES)

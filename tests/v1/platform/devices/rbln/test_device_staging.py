@@ -33,7 +33,7 @@ from lmcache.v1.platform.devices.rbln import (
     ring,
     staging,
 )
-from lmcache.v1.platform.devices.rbln.copy_costs import HARDWARE_COSTS, CopyCosts
+from lmcache.v1.platform.devices.rbln.copy_costs import HARDWARE_COSTS
 from lmcache.v1.platform.devices.rbln.staging import StagingPool
 
 pytestmark = [pytest.mark.npu, pytest.mark.deferred]
@@ -176,26 +176,27 @@ def test_a_failure_gives_the_device_buffer_back(
 
 
 def test_costs_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_staging, "_measured", {})
-    monkeypatch.setattr(device_staging, "_measurements", {})
-    monkeypatch.setattr(device_staging, "_pools", {})
-    seen: list[CopyCosts] = []
-    real = device_staging.measured_costs
+    for name in ("_measured", "_measurements", "_pools"):
+        monkeypatch.setattr(device_staging, name, {})
+    measurements = 0
+    take = device_staging._Measurement.take
 
-    def measured(*arguments: Any) -> CopyCosts | None:
-        costs = real(*arguments)
-        assert costs is not None
-        seen.append(costs)
-        return costs
+    def counted(*arguments: Any) -> None:
+        nonlocal measurements
+        measurements += 1
+        take(*arguments)
 
-    monkeypatch.setattr(kv_transfer, "measured_costs", measured)
+    monkeypatch.setattr(device_staging._Measurement, "take", counted)
+    # Alone, whatever other tests had borrowed.
+    monkeypatch.setattr(ring.Ring, "is_alone", lambda _: True)
     for _ in range(2):
         check_both_directions(Case("kv_first", 8, 8), "rbln:0", [4, 1, 7, 0], 2)
-    assert len(seen) == 1
-    assert device_staging.known_costs(torch.device("rbln:0")) is seen[0]
-    assert seen[0].host_descriptor_us >= 0
+    assert measurements == 1
+    costs = device_staging.known_costs(torch.device("rbln:0"))
+    assert costs is not None
+    assert costs.host_descriptor_us >= 0
     # The figures of the links are not measured.
-    assert (seen[0].host_gbps, seen[0].device_gbps) == (58.0, 240.0)
+    assert (costs.host_gbps, costs.device_gbps) == (58.0, 240.0)
 
 
 class Probes:
