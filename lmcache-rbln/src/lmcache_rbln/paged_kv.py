@@ -339,9 +339,12 @@ class RBLNPagedKVConnector(GPUConnectorInterface):
                 memory_objs,
             ) from error
 
+    @torch.inference_mode()
     def _move_host(
         self, kv: PagedKV, direction: TransferDirection, run: list[ChunkBlocks]
     ) -> None:
+        # Always in inference mode, for operations that don't see to it themselves: vLLM
+        # makes its KV cache there, and it can be written nowhere else.
         kv.ops.multi_layer_block_kv_transfer(
             kv.layers,
             [_plane_view(kv, _tensor(chunk)) for chunk in run],
