@@ -209,11 +209,14 @@ def scatter(
             finish()
 
 
-def _part_bytes(moves: Moves) -> int:
-    """Return into what parts to divide buffers: each piece must fit one."""
+def _divide(ring: Ring, moves: Moves) -> None:
+    """Divide buffers into parts for direct copies: each piece must fit one."""
+    crowded = ring.is_crowded()
+    usual = staging.CROWDED_PART_BYTES if crowded else staging.PART_BYTES
     largest = max(moves.sizes) * moves.dtype.itemsize
     aligned = -(-largest // _ALIGNMENT) * _ALIGNMENT
-    return min(max(staging.PART_BYTES, aligned), staging.BUFFER_BYTES)
+    part_bytes = min(max(usual, aligned), staging.BUFFER_BYTES)
+    ring.divide(part_bytes, moves.dtype, staging.CROWDED_PARTS if crowded else None)
 
 
 def _batch_bytes(copies: DeviceCopies, ring: Ring, moves: Moves) -> int:
@@ -243,7 +246,7 @@ def _choose_copies(ring: Ring, regions: Regions, moves: Moves) -> DeviceCopies:
         if costs is not None and _collecting_pays(costs, moves):
             ring.divide(staging.BUFFER_BYTES, moves.dtype)
             return DeviceStagedCopies(regions, buffer)
-    ring.divide(_part_bytes(moves), moves.dtype)
+    _divide(ring, moves)
     return DirectCopies(regions, ring.asynchronous)
 
 

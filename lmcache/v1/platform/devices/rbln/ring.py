@@ -102,7 +102,9 @@ class Ring:
         """The borrowed host buffers."""
         return self._host.buffers
 
-    def divide(self, part_bytes: int, dtype: torch.dtype) -> None:
+    def divide(
+        self, part_bytes: int, dtype: torch.dtype, max_parts: int | None = None
+    ) -> None:
         """Stage in parts of buffers from now on.
 
         Two parts keep the copies busy, so other buffers go back to whoever waits.
@@ -110,8 +112,11 @@ class Ring:
         Args:
             part_bytes: Bytes of a part, at most those of a buffer, whole elements.
             dtype: Element type of the cache.
+            max_parts: Parts of a buffer that are used; by default all.
         """
         parts = staging.BUFFER_BYTES // part_bytes
+        if max_parts is not None:
+            parts = min(parts, max_parts)
         if parts >= _ENOUGH_PARTS:
             self._host.keep(1)
         self.part_bytes = part_bytes
@@ -150,6 +155,10 @@ class Ring:
         """No copy is in flight; the caller knows, because it has waited."""
         for loan in self._loans:
             loan.end_copies()
+
+    def is_crowded(self) -> bool:
+        """Return whether other transfers have staging now."""
+        return self._pool.lent() > len(self.buffers)
 
     def is_alone(self) -> bool:
         """Return whether no other transfer has staging, or had since the last call."""

@@ -40,7 +40,10 @@ RING_BUFFERS = 2
 #: holds whole head-blocks of common models and stays in cache, so the host copy that
 #: follows a device copy reads from there, and it starts early.
 PART_BYTES = 2 << 20
-
+#: Beside other transfers it is this many parts of this size instead: the cache is
+#: shared, and what does not fit is read from memory again.
+CROWDED_PARTS = 2
+CROWDED_PART_BYTES = 1 << 20
 
 #: Seconds after which a waiting transfer looks again by itself: a transfer that was
 #: interrupted at a bad moment may not have told that its buffers are back.
