@@ -35,7 +35,7 @@ from lmcache.v1.platform.devices.rbln import (
     ring,
     staging,
 )
-from lmcache.v1.platform.devices.rbln.device_copies import Regions
+from lmcache.v1.platform.devices.rbln.device_copies import DirectCopies
 from lmcache.v1.platform.devices.rbln.staging import StagingPool
 
 pytestmark = [pytest.mark.npu, pytest.mark.deferred]
@@ -61,17 +61,19 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[StagingPool]:
 
 def fail_at(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """Make the device copy of the ``count``-th piece fail, after real ones."""
-    real = device_copies.Regions.of
+    real = device_copies.DirectCopies._copy
     seen = 0
 
-    def of(regions: Regions, batch: range) -> list[torch.Tensor]:
+    def copy(
+        copies: DirectCopies, staged: torch.Tensor, batch: range, to_host: bool
+    ) -> None:
         nonlocal seen
         seen += len(batch)
         if seen >= count:
             raise Failure
-        return real(regions, batch)
+        real(copies, staged, batch, to_host)
 
-    monkeypatch.setattr(device_copies.Regions, "of", of)
+    monkeypatch.setattr(device_copies.DirectCopies, "_copy", copy)
 
 
 @pytest.mark.parametrize("to_chunks", [True, False])
