@@ -289,6 +289,7 @@ STEPS = {
         "the name vllm", lambda: digest([REQUIREMENTS / "vendor.txt"]), name_vllm
     ),
     "lmcache": requirements_step("what LMCache imports", "lmcache.txt"),
+    "hashes": requirements_step("what lmcache-rbln imports", "lmcache-rbln.txt"),
     "tools": requirements_step("build, test and lint tools", "tools.txt"),
     "overlay": Step(
         "LMCache with our files (the first time compiles for a minute or two)",

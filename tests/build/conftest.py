@@ -56,5 +56,6 @@ def build_environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
 def serving_environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
     """torch, vLLM and vllm-rbln with what they need, and nothing of LMCache."""
     folder = tmp_path_factory.mktemp("environment") / "serving"
-    without = {"lmcache", "rbln-sim"} | required("lmcache.txt") | required("tools.txt")
+    without = {"lmcache", "lmcache-rbln", "rbln-sim"}
+    without |= required("lmcache.txt") | required("tools.txt")
     return Environment.make(folder, without=without - {"pip"})
