@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "pybind_pipeline.h"
 #include "transpose.h"
 
 namespace py = pybind11;
@@ -128,4 +129,5 @@ Raises:
          R"(Copy tiles from token-major chunks into a staging buffer.
 
 The mirror of gather, with the same arguments.)");
+  define_transfer(module);
 }

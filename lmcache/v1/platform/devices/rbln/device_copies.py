@@ -9,21 +9,16 @@ from __future__ import annotations
 
 # Standard
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import repeat
-from types import ModuleType
-from typing import Any, Protocol
-import importlib
+from typing import Protocol
 
 # Third Party
 import torch
 
 # First Party
-from lmcache.logging import init_logger
 from lmcache.v1.platform.devices.rbln.kv_layout import KVGeometry
 from lmcache.v1.platform.devices.rbln.kv_plan import TILE_COLUMNS, Moves
-from lmcache.v1.platform.devices.rbln.staging import once
-
-logger = init_logger(__name__)
 
 
 class DeviceCopies(Protocol):
@@ -57,11 +52,14 @@ class Regions:
     def __init__(
         self, geometry: KVGeometry, layers: Sequence[torch.Tensor], moves: Moves
     ) -> None:
-        self._layers = list(layers)
-        self._offsets = [layer.storage_offset() for layer in layers]
+        self._layers = layers
         self._moves = moves
         self.device = geometry.device
         self.dtype = geometry.dtype
+
+    @cached_property
+    def _offsets(self) -> list[int]:
+        return [int(layer.storage_offset()) for layer in self._layers]
 
     def of(self, batch: range) -> list[torch.Tensor]:
         """Return the regions of some moves, 1-D and contiguous."""
@@ -82,12 +80,6 @@ class Regions:
             )
         )
 
-    def places(self, staged: torch.Tensor, batch: range) -> tuple[Any, ...]:
-        """Return the regions of some moves as ``kv_copies.copy_regions`` wants them."""
-        moves, some = self._moves, slice(batch.start, batch.stop)
-        numbers, starts = moves.layers[some], moves.starts[some]
-        return self._layers, staged, numbers, starts, moves.sizes[some]
-
     @property
     def first(self) -> torch.Tensor:
         """The first region of the transfer."""
@@ -96,22 +88,6 @@ class Regions:
     def sizes(self, batch: range) -> list[int]:
         """Return how many elements each region has."""
         return self._moves.sizes[batch.start : batch.stop]
-
-
-@once
-def _native() -> ModuleType | None:
-    """Return the native extension, or None and one warning that says why."""
-    try:
-        return importlib.import_module("lmcache.kv_copies")
-    except Exception as exc:
-        # Whatever an extension of another build raises, Python does the same.
-        logger.warning(
-            "Copies of KV blocks are issued by Python, which takes several times as "
-            "long, without the extension lmcache.kv_copies: it can't be imported: %s. "
-            "Install a wheel of this LMCache that was built for this Python and torch",
-            exc,
-        )
-        return None
 
 
 class DirectCopies:
@@ -133,16 +109,8 @@ class DirectCopies:
         self._copy(staged, batch, False)
 
     def _copy(self, staged: torch.Tensor, batch: range, to_host: bool) -> None:
-        regions, native = self._regions, _native()
-        if native is not None:
-            native.copy_regions(
-                *regions.places(staged, batch),
-                to_host=to_host,
-                non_blocking=self._asynchronous,
-            )
-            return
-        windows = list(staged.split_with_sizes(regions.sizes(batch)))
-        pair = (windows, regions.of(batch))
+        windows = list(staged.split_with_sizes(self._regions.sizes(batch)))
+        pair = (windows, self._regions.of(batch))
         targets, sources = pair if to_host else pair[::-1]
         torch._foreach_copy_(targets, sources, non_blocking=self._asynchronous)
 

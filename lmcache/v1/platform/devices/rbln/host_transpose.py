@@ -23,7 +23,7 @@ import torch
 
 # First Party
 from lmcache.logging import init_logger
-from lmcache.v1.platform.devices.rbln.kv_plan import TILE_COLUMNS
+from lmcache.v1.platform.devices.rbln.kv_plan import TILE_COLUMNS, Piece
 from lmcache.v1.platform.devices.rbln.staging import once
 
 logger = init_logger(__name__)
@@ -66,21 +66,24 @@ def host_transposition(chunk_views: Sequence[torch.Tensor]) -> HostTransposition
     Returns:
         The native one, or torch's where there is none; which is then said once.
     """
-    native = _native()
+    native = native_transposition()
     if native is None:
         return _TorchTransposition(chunk_views)
     return _NativeTransposition(native, chunk_views, transpose_threads())
 
 
 @once
-def _native() -> ModuleType | None:
+def native_transposition() -> ModuleType | None:
     """Return the native extension, or None and one warning that says why."""
     try:
         native = importlib.import_module("lmcache.kv_transpose")
-        columns = tuple(native.TILE_COLUMNS)
-        if columns == TILE_COLUMNS:
+        columns = (tuple(native.TILE_COLUMNS), tuple(native.PIECE_COLUMNS))
+        if columns == (TILE_COLUMNS, Piece._fields):
             return native
-        reason = f"it is of another LMCache, with tiles of {', '.join(columns)}"
+        reason = (
+            "it is of another LMCache, with tiles of "
+            f"{', '.join(columns[0])} and pieces of {', '.join(columns[1])}"
+        )
     except Exception as exc:
         # Whatever an extension of another build raises, torch does the same.
         reason = f"it can't be imported: {exc}"

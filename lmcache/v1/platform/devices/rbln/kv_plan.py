@@ -13,8 +13,9 @@ from __future__ import annotations
 # Standard
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from itertools import accumulate, groupby
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import NamedTuple
 
 # Third Party
@@ -80,7 +81,6 @@ _FROM_PIECE = [_PIECE_COLUMN.get(name, 0) for name in TILE_COLUMNS]
 _STAGED, _LAYER = TILE_COLUMNS.index("staged"), TILE_COLUMNS.index("layer")
 _NO_TILES = np.empty((0, len(TILE_COLUMNS)), dtype=np.int64)
 _tile_of = itemgetter(*_FROM_PIECE)
-_chunk_of = attrgetter("chunk")
 
 
 def _starts(geometry: KVGeometry, pieces: Sequence[Piece]) -> list[int]:
@@ -95,52 +95,97 @@ def _starts(geometry: KVGeometry, pieces: Sequence[Piece]) -> list[int]:
     ]
 
 
+class _Table(NamedTuple):
+    """All moves, one after the other; columns are described in :class:`Moves`."""
+
+    layers: list[int]
+    starts: list[int]
+    sizes: list[int]
+    ends: list[int]
+    tiles: np.ndarray
+
+
 class Moves:
     """The pieces of a transfer in each layer: chunk by chunk, then layer by layer.
+
+    They are listed when first asked for; ``lmcache.kv_transpose`` does it by itself.
 
     Args:
         geometry: Geometry of the KV cache.
         pieces: What to copy in every layer, ordered by chunk.
 
     Attributes:
-        tiles: int64 ``[n, 10]``, the windows of chunks; columns are ``TILE_COLUMNS``,
-            of which ``staged`` is set by :meth:`pack`.
-        layers: Layer of each move.
-        starts: Where its device region starts, in elements from the view's first.
-        sizes: Its elements.
-        dtype: Their type.
+        pieces: As above.
+        count: How many moves there are.
+        total_bytes: Bytes of all moves.
+        largest_bytes: Bytes of the largest one.
+        dtype: Element type of the cache.
     """
 
     def __init__(self, geometry: KVGeometry, pieces: Iterable[Piece]) -> None:
-        # A transfer waits for this, so it is lists that repeat, not many small arrays.
+        self.pieces = list(pieces)
         self.dtype = geometry.dtype
-        self.layers: list[int] = []
-        self.starts: list[int] = []
-        self.sizes: list[int] = []
+        self.count = len(self.pieces) * geometry.num_layers
+        self._geometry = geometry
+        self._sizes = [piece.elements(geometry.head_size) for piece in self.pieces]
+        itemsize = self.dtype.itemsize
+        self.total_bytes = sum(self._sizes) * geometry.num_layers * itemsize
+        self.largest_bytes = max(self._sizes, default=0) * itemsize
+
+    @cached_property
+    def _table(self) -> _Table:
+        # A transfer waits for this, so it is lists that repeat, not many small arrays.
+        count = self._geometry.num_layers
+        layers: list[int] = []
+        starts: list[int] = []
+        sizes: list[int] = []
         tables: list[np.ndarray] = []
-        every_layer = range(geometry.num_layers)
-        for _, group in groupby(pieces, key=_chunk_of):
-            in_chunk = list(group)
-            self.layers += [layer for layer in every_layer for _ in in_chunk]
-            self.starts += _starts(geometry, in_chunk) * geometry.num_layers
-            self.sizes += [
-                piece.elements(geometry.head_size) for piece in in_chunk
-            ] * geometry.num_layers
-            rows = np.array(list(map(_tile_of, in_chunk)), dtype=np.int64)
-            tables += [rows] * geometry.num_layers
-        self.tiles = np.concatenate(tables) if tables else _NO_TILES.copy()
-        self.tiles[:, _LAYER] = self.layers
-        self._ends = list(accumulate(self.sizes))
+        for _, group in groupby(
+            zip(self.pieces, self._sizes, strict=True), key=lambda pair: pair[0].chunk
+        ):
+            in_chunk, their_sizes = zip(*group, strict=True)
+            layers += [layer for layer in range(count) for _ in in_chunk]
+            starts += _starts(self._geometry, in_chunk) * count
+            sizes += their_sizes * count
+            tables += [np.array([_tile_of(piece) for piece in in_chunk], np.int64)] * (
+                count
+            )
+        tiles = np.concatenate(tables) if tables else _NO_TILES.copy()
+        tiles[:, _LAYER] = layers
+        return _Table(layers, starts, sizes, list(accumulate(sizes)), tiles)
+
+    @property
+    def layers(self) -> list[int]:
+        """Layer of each move."""
+        return self._table.layers
+
+    @property
+    def starts(self) -> list[int]:
+        """Where its device region starts, in elements from the view's first."""
+        return self._table.starts
+
+    @property
+    def sizes(self) -> list[int]:
+        """Its elements."""
+        return self._table.sizes
+
+    @property
+    def tiles(self) -> np.ndarray:
+        """The windows of chunks, int64 ``[n, 10]``; columns are ``TILE_COLUMNS``.
+
+        ``staged`` is set by :meth:`pack`.
+        """
+        return self._table.tiles
+
+    @property
+    def _ends(self) -> list[int]:
+        """The elements up to the end of each move."""
+        return self._table.ends
 
     @property
     def all(self) -> range:
         """Indices of all moves."""
-        return range(len(self.sizes))
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of the whole transfer."""
-        return self.bytes_of(self.all)
+        return range(self.count)
 
     def elements_of(self, batch: range) -> int:
         """Return the elements of some consecutive moves."""

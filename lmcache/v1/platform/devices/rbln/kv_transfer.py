@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 # Third Party
+import numpy as np
 import torch
 
 # First Party
@@ -39,8 +40,11 @@ from lmcache.v1.platform.devices.rbln.device_staging import (
 )
 from lmcache.v1.platform.devices.rbln.host_transpose import (
     ELEMENT_BYTES,
+    HostTransposition,
     copy_bits,
     host_transposition,
+    native_transposition,
+    transpose_threads,
 )
 from lmcache.v1.platform.devices.rbln.kv_layout import KVGeometry
 from lmcache.v1.platform.devices.rbln.kv_plan import (
@@ -119,40 +123,14 @@ def gather(
         RuntimeError: If a device copy fails. No copy is then in flight, and the
             chunks' contents are undefined.
     """
-    if not pieces:
-        return
     if geometry.device.type == "cpu":
         for piece in pieces:
             for index, layer in enumerate(layers):
                 view = geometry.block_view(layer)
                 window = chunk_slice(chunk_views[piece.chunk], piece, index)
                 copy_bits(window, device_slice(view, piece))
-        return
-    moves = Moves(geometry, pieces)
-    host = host_transposition(chunk_views)
-
-    regions = Regions(geometry, layers, moves)
-    rows = _straight_rows(chunk_views, moves)
-    if rows is not None:
-        copy_straight(geometry.device, rows, regions.of(moves.all), chunk_views)
-        return
-    with Ring(geometry.device) as ring:
-
-        def finish() -> Staged:
-            part = ring.oldest()
-            part.wait()
-            host.gather(part.buffer, moves.tiles_of(part.batch))
-            return part
-
-        copies = _choose_copies(ring, regions, moves)
-        ring.begin_copies()
-        for batch in moves.pack(_batch_bytes(copies, ring, moves)):
-            part = ring.unused() or finish()
-            ring.stage(part, batch)
-            copies.to_host(part.elements(moves), batch)
-            part.record()
-        while ring.in_flight():
-            finish()
+    elif pieces:
+        _transfer(geometry, layers, chunk_views, pieces, to_host=True)
 
 
 def scatter(
@@ -174,49 +152,89 @@ def scatter(
         RuntimeError: If a device copy fails. No copy is then in flight, and the
             contents of the blocks named by ``pieces`` are undefined.
     """
-    if not pieces:
-        return
     if geometry.device.type == "cpu":
         for piece in pieces:
             for index, layer in enumerate(layers):
                 view = geometry.block_view(layer)
                 window = chunk_slice(chunk_views[piece.chunk], piece, index)
                 copy_bits(device_slice(view, piece), window)
-        return
+    elif pieces:
+        _transfer(geometry, layers, chunk_views, pieces, to_host=False)
+
+
+def _transfer(
+    geometry: KVGeometry,
+    layers: Sequence[torch.Tensor],
+    chunk_views: Sequence[torch.Tensor],
+    pieces: Sequence[Piece],
+    to_host: bool,
+) -> None:
+    """Copy pieces in either direction, between a device and the host."""
     moves = Moves(geometry, pieces)
-    host = host_transposition(chunk_views)
     regions = Regions(geometry, layers, moves)
     rows = _straight_rows(chunk_views, moves)
     if rows is not None:
-        copy_straight(geometry.device, regions.of(moves.all), rows, chunk_views)
+        pair = (rows, regions.of(moves.all))
+        targets, sources = pair if to_host else pair[::-1]
+        copy_straight(geometry.device, targets, sources, chunk_views)
         return
     with Ring(geometry.device) as ring:
-
-        def finish() -> Staged:
-            part = ring.oldest()
-            part.wait()
-            return part
-
         copies = _choose_copies(ring, regions, moves)
+        native = native_transposition()
         ring.begin_copies()
-        for batch in moves.pack(_batch_bytes(copies, ring, moves)):
-            part = ring.unused() or finish()
-            ring.stage(part, batch)
+        if native is not None and isinstance(copies, DirectCopies):
+            native.transfer(
+                to_host=to_host,
+                layers=layers,
+                strides=geometry.strides[:-1],
+                parts=[part.view(moves.dtype) for part in ring.parts],
+                batch_bytes=_batch_bytes(copies, ring, moves),
+                chunks=chunk_views,
+                pieces=np.array(moves.pieces, dtype=np.int64),
+                non_blocking=ring.asynchronous,
+                threads=transpose_threads(),
+            )
+        else:
+            host = host_transposition(chunk_views)
+            batches = moves.pack(_batch_bytes(copies, ring, moves))
+            _run_pipeline(ring, copies, host, moves, batches, to_host)
+
+
+def _run_pipeline(
+    ring: Ring,
+    copies: DeviceCopies,
+    host: HostTransposition,
+    moves: Moves,
+    batches: Sequence[range],
+    to_host: bool,
+) -> None:
+    """Stage batch after batch, as ``lmcache.kv_transpose.transfer`` does natively."""
+
+    def finish() -> Staged:
+        part = ring.oldest()
+        part.wait()
+        if to_host:
+            host.gather(part.buffer, moves.tiles_of(part.batch))
+        return part
+
+    for batch in batches:
+        part = ring.unused() or finish()
+        ring.stage(part, batch)
+        if to_host:
+            copies.to_host(part.elements(moves), batch)
+        else:
             host.scatter(part.buffer, moves.tiles_of(batch))
             copies.to_device(part.elements(moves), batch)
-            part.record()
-        while ring.in_flight():
-            finish()
+        part.record()
+    while ring.in_flight():
+        finish()
 
 
 def _divide(ring: Ring, moves: Moves) -> None:
     """Divide buffers into parts for direct copies: each piece must fit one."""
-    crowded = ring.is_crowded()
-    usual = staging.CROWDED_PART_BYTES if crowded else staging.PART_BYTES
-    largest = max(moves.sizes) * moves.dtype.itemsize
-    aligned = -(-largest // _ALIGNMENT) * _ALIGNMENT
-    part_bytes = min(max(usual, aligned), staging.BUFFER_BYTES)
-    ring.divide(part_bytes, moves.dtype, staging.CROWDED_PARTS if crowded else None)
+    aligned = -(-moves.largest_bytes // _ALIGNMENT) * _ALIGNMENT
+    part_bytes = min(max(staging.PART_BYTES, aligned), staging.BUFFER_BYTES)
+    ring.divide(part_bytes, moves.dtype, staging.PARTS)
 
 
 def _batch_bytes(copies: DeviceCopies, ring: Ring, moves: Moves) -> int:
@@ -244,7 +262,7 @@ def _choose_copies(ring: Ring, regions: Regions, moves: Moves) -> DeviceCopies:
         # It has waited for its copies.
         ring.end_copies()
         if costs is not None and _collecting_pays(costs, moves):
-            ring.divide(staging.BUFFER_BYTES, moves.dtype)
+            ring.divide(staging.BUFFER_BYTES, moves.dtype, 1)
             return DeviceStagedCopies(regions, buffer)
     _divide(ring, moves)
     return DirectCopies(regions, ring.asynchronous)
@@ -252,7 +270,7 @@ def _choose_copies(ring: Ring, regions: Regions, moves: Moves) -> DeviceCopies:
 
 def _collecting_pays(costs: CopyCosts, moves: Moves) -> bool:
     """Return whether pieces are better collected in device memory."""
-    num_bytes, pieces = moves.total_bytes, len(moves.sizes)
+    num_bytes, pieces = moves.total_bytes, moves.count
     collected = costs.device_staged_us(num_bytes, pieces, staging.BUFFER_BYTES)
     return collected < costs.direct_us(num_bytes, pieces)
 
@@ -274,6 +292,6 @@ def _straight_rows(
 
 def _may_collect(moves: Moves) -> bool:
     """Return whether collecting pays, or may do where costs are not measured yet."""
-    return len(moves.sizes) >= MIN_PIECES_TO_COLLECT and _collecting_pays(
+    return moves.count >= MIN_PIECES_TO_COLLECT and _collecting_pays(
         HARDWARE_COSTS, moves
     )

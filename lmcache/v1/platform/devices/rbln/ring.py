@@ -73,11 +73,13 @@ class Ring:
     Attributes:
         asynchronous: Whether copies are asynchronous, on a stream and pinned memory.
         part_bytes: Bytes that one batch can use.
+        parts: What :meth:`divide` made of the buffers, uint8.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.asynchronous = supports_async_copies()
         self._device = device
+        self.parts: list[torch.Tensor] = []
         self._queue: deque[Staged] = deque()
         self._unused: Iterator[Staged] = iter(())
         self._loans: list[Loan] = []
@@ -102,9 +104,7 @@ class Ring:
         """The borrowed host buffers."""
         return self._host.buffers
 
-    def divide(
-        self, part_bytes: int, dtype: torch.dtype, max_parts: int | None = None
-    ) -> None:
+    def divide(self, part_bytes: int, dtype: torch.dtype, max_parts: int) -> None:
         """Stage in parts of buffers from now on.
 
         Two parts keep the copies busy, so other buffers go back to whoever waits.
@@ -112,21 +112,20 @@ class Ring:
         Args:
             part_bytes: Bytes of a part, at most those of a buffer, whole elements.
             dtype: Element type of the cache.
-            max_parts: Parts of a buffer that are used; by default all.
+            max_parts: Parts of a buffer that are used.
         """
-        parts = staging.BUFFER_BYTES // part_bytes
-        if max_parts is not None:
-            parts = min(parts, max_parts)
+        parts = min(max_parts, staging.BUFFER_BYTES // part_bytes)
         if parts >= _ENOUGH_PARTS:
             self._host.keep(1)
         self.part_bytes = part_bytes
-        stream = self._stream
-        # Made when needed: the first copies are under way sooner.
-        self._unused = (
-            Staged(buffer[start : start + part_bytes], dtype, stream)
+        self.parts = [
+            buffer[start : start + part_bytes]
             for buffer in self.buffers
             for start in range(0, parts * part_bytes, part_bytes)
-        )
+        ]
+        stream = self._stream
+        # Made when needed: the first copies are under way sooner.
+        self._unused = (Staged(part, dtype, stream) for part in self.parts)
 
     def borrow_device_buffer(self, pool: StagingPool) -> torch.Tensor | None:
         """Borrow device memory for the rest of the transfer.
@@ -155,10 +154,6 @@ class Ring:
         """No copy is in flight; the caller knows, because it has waited."""
         for loan in self._loans:
             loan.end_copies()
-
-    def is_crowded(self) -> bool:
-        """Return whether other transfers have staging now."""
-        return self._pool.lent() > len(self.buffers)
 
     def is_alone(self) -> bool:
         """Return whether no other transfer has staging, or had since the last call."""
@@ -307,7 +302,11 @@ def _pool() -> StagingPool:
     global _process_pool
     with _pool_lock:
         if _process_pool is None:
-            _process_pool = StagingPool(staging.staging_buffers_setting(), _make_buffer)
+            _process_pool = StagingPool(
+                staging.staging_buffers_setting(),
+                _make_buffer,
+                staging.max_transfers(),
+            )
             # Pinned memory goes back before torch-rbln shuts its runtime down.
             atexit.register(_process_pool.close)
         return _process_pool

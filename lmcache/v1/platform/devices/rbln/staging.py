@@ -36,14 +36,11 @@ DEFAULT_STAGING_MIB = 64
 BUFFER_BYTES = 8 << 20
 #: Buffers that one transfer uses at most: one is copied while one is transposed.
 RING_BUFFERS = 2
-#: Copies that are large anyway share one buffer in parts of this many bytes. A part
-#: holds whole head-blocks of common models and stays in cache, so the host copy that
-#: follows a device copy reads from there, and it starts early.
-PART_BYTES = 2 << 20
-#: Beside other transfers it is this many parts of this size instead: the cache is
-#: shared, and what does not fit is read from memory again.
-CROWDED_PARTS = 2
-CROWDED_PART_BYTES = 1 << 20
+#: Copies that are large anyway share one buffer in so many parts of this many bytes, or
+#: of the largest piece. They stay in cache, so the host copy that follows a device copy
+#: reads from there, and it starts early.
+PARTS = 4
+PART_BYTES = 1 << 20
 
 #: Seconds after which a waiting transfer looks again by itself: a transfer that was
 #: interrupted at a bad moment may not have told that its buffers are back.
@@ -151,15 +148,20 @@ class StagingPool:
     Args:
         num_buffers: Buffers the pool may hold, at least 1.
         make_buffer: Makes one buffer; called without the pool's lock held.
+        max_loans: Loans at a time, by default as many as there are buffers.
 
     Attributes:
         loans: How many there have been.
     """
 
     def __init__(
-        self, num_buffers: int, make_buffer: Callable[[], torch.Tensor]
+        self,
+        num_buffers: int,
+        make_buffer: Callable[[], torch.Tensor],
+        max_loans: int | None = None,
     ) -> None:
         self._make_buffer = make_buffer
+        self._max_loans = max_loans or num_buffers
         self._slots = [_Slot() for _ in range(num_buffers)]
         # A plain lock and this queue are of C: no interrupt leaves them half taken.
         self._lock = threading.Lock()
@@ -231,7 +233,10 @@ class StagingPool:
                     f"all {len(self._slots)} staging buffers are lost to device copies "
                     "that failed; restart the process to use the NPU again"
                 )
-            free = [slot for slot in present if not slot.lent()]
+            lent = [slot for slot in present if slot.lent()]
+            if len({slot.loan() for slot in lent if slot.loan}) >= self._max_loans:
+                return
+            free = [slot for slot in present if slot not in lent]
             if only_made:
                 free = [slot for slot in free if slot.buffer is not None]
             free.sort(key=lambda slot: slot.buffer is None)
@@ -254,6 +259,15 @@ class StagingPool:
                 len(self._slots),
                 exc,
             )
+
+
+def max_transfers() -> int:
+    """Return how many transfers of a process stage at a time; others wait.
+
+    Each keeps a CPU busy. With more of them than CPUs none is done sooner, and they
+    push one another's staging out of the cache.
+    """
+    return len(os.sched_getaffinity(0))
 
 
 def staging_buffers_setting() -> int:

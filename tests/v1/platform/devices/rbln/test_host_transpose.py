@@ -32,7 +32,7 @@ from lmcache.v1.platform.devices.rbln.host_transpose import (
     _TorchTransposition,
     transpose_threads,
 )
-from lmcache.v1.platform.devices.rbln.kv_plan import TILE_COLUMNS
+from lmcache.v1.platform.devices.rbln.kv_plan import TILE_COLUMNS, Piece
 
 DTYPES = {1: torch.float8_e4m3fn, 2: torch.bfloat16, 4: torch.float32, 8: torch.int64}
 
@@ -40,10 +40,10 @@ DTYPES = {1: torch.float8_e4m3fn, 2: torch.bfloat16, 4: torch.float32, 8: torch.
 @pytest.fixture(autouse=True)
 def fresh_settings() -> Iterator[None]:
     """Let each test find the extension and read the setting anew."""
-    host_transpose._native.cache_clear()
+    host_transpose.native_transposition.cache_clear()
     transpose_threads.cache_clear()
     yield
-    host_transpose._native.cache_clear()
+    host_transpose.native_transposition.cache_clear()
     transpose_threads.cache_clear()
 
 
@@ -291,6 +291,8 @@ class Extension(ModuleType):
             raise self.columns
         return self.columns
 
+    PIECE_COLUMNS = Piece._fields
+
 
 @pytest.mark.parametrize(
     ("columns", "says"),
@@ -311,7 +313,7 @@ def test_an_extension_of_another_build_is_not_used_which_is_said_once(
 
     def work() -> None:
         start.wait()
-        assert host_transpose._native() is None
+        assert host_transpose.native_transposition() is None
 
     with ThreadPoolExecutor(8) as executor:
         for result in [executor.submit(work) for _ in range(8)]:

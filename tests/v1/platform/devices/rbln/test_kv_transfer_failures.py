@@ -7,6 +7,7 @@ from __future__ import annotations
 # Standard
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Any
 from unittest.mock import MagicMock
 import itertools
 import linecache
@@ -26,16 +27,16 @@ from kv_reference import (
 )
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # First Party
 from lmcache.v1.platform.devices.rbln import (
-    device_copies,
     device_staging,
+    host_transpose,
     kv_transfer,
     ring,
     staging,
 )
-from lmcache.v1.platform.devices.rbln.device_copies import DirectCopies
 from lmcache.v1.platform.devices.rbln.staging import StagingPool
 
 pytestmark = [pytest.mark.npu, pytest.mark.deferred]
@@ -59,35 +60,48 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[StagingPool]:
     small.close()
 
 
-def fail_at(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    """Make the device copy of the ``count``-th piece fail, after real ones."""
-    real = device_copies.DirectCopies._copy
-    seen = 0
+class FailAt(TorchDispatchMode):
+    """Makes the device copy of the ``count``-th piece fail, after real ones.
 
-    def copy(
-        copies: DirectCopies, staged: torch.Tensor, batch: range, to_host: bool
-    ) -> None:
-        nonlocal seen
-        seen += len(batch)
-        if seen >= count:
-            raise Failure
-        real(copies, staged, batch, to_host)
+    Whoever issues the copies, Python or the extension, does it through torch.
+    """
 
-    monkeypatch.setattr(device_copies.DirectCopies, "_copy", copy)
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self._left = count
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten._foreach_copy_.default:
+            self._left -= len(args[0])
+            if self._left <= 0:
+                raise Failure("planted")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(params=["native", "python"], autouse=True)
+def pipeline(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
+    """Who issues the copies."""
+    if request.param == "python":
+        monkeypatch.setitem(sys.modules, "lmcache.kv_transpose", None)
+    host_transpose.native_transposition.cache_clear()
+    yield request.param
+    host_transpose.native_transposition.cache_clear()
 
 
 @pytest.mark.parametrize("to_chunks", [True, False])
 @pytest.mark.parametrize("count", [1, 2, 5, 8])
 def test_a_failed_transfer_is_drained_and_gives_its_buffers_back(
-    pool: StagingPool, monkeypatch: pytest.MonkeyPatch, to_chunks: bool, count: int
+    pool: StagingPool, to_chunks: bool, count: int
 ) -> None:
     layers = [random_bits(CASE.layer_shape, CASE.dtype, i) for i in range(8)]
     device_layers = [upload(layer, "rbln:0") for layer in layers]
     chunk = random_bits(CASE.chunk_shape(128), CASE.dtype, 9)
-    with monkeypatch.context() as patch:
-        fail_at(patch, count)
-        with pytest.raises(Failure):
-            transfer(CASE, to_chunks, device_layers, [chunk], [2], 128)
+    with pytest.raises(RuntimeError, match="planted"), FailAt(count):
+        transfer(CASE, to_chunks, device_layers, [chunk], [2], 128)
     assert torch.rbln.current_stream("rbln:0").query()
     with pool.borrow(BUFFERS) as loan:
         assert len({buffer.data_ptr() for buffer in loan.buffers}) == BUFFERS
@@ -111,10 +125,10 @@ def test_buffers_that_were_not_drained_are_never_used_again(
     with monkeypatch.context() as patch:
         patch.setattr(torch.rbln, "current_stream", lambda device: stream)
         patch.setattr(torch.rbln, "Event", MagicMock(name="Event"))
-        fail_at(patch, 3)
         # A failure of the clean-up does not hide the first one; an interrupt ends both.
-        wanted = Failure if isinstance(error, Exception) else KeyboardInterrupt
-        with pytest.raises(wanted):
+        wanted = RuntimeError if isinstance(error, Exception) else KeyboardInterrupt
+        says = "planted" if isinstance(error, Exception) else None
+        with pytest.raises(wanted, match=says), FailAt(3):
             transfer(CASE, True, layers, [chunk], [0], 128)
     torch.rbln.synchronize()
     with pytest.raises(RuntimeError, match="restart the process"):

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 # Standard
 from contextlib import suppress
-from typing import Any
+import os
 import threading
 
 # Third Party
@@ -26,10 +26,7 @@ import torch
 from lmcache.v1.platform.devices.rbln import ring
 from lmcache.v1.platform.devices.rbln.staging import (
     BUFFER_BYTES,
-    CROWDED_PART_BYTES,
-    CROWDED_PARTS,
     DEFAULT_STAGING_MIB,
-    PART_BYTES,
     RING_BUFFERS,
     StagingPool,
 )
@@ -69,31 +66,25 @@ def test_one_thread_holds_its_ring(made: list[torch.Tensor], layout: Layout) -> 
     assert held(made) == RING_BUFFERS * BUFFER_BYTES
 
 
-def test_a_transfer_beside_others_takes_less_of_the_cache(
+def test_as_many_transfers_stage_at_a_time_as_there_are_cpus(
     made: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts: list[torch.Tensor] = []
-
-    class Recorded(ring.Staged):
-        def __init__(self, buffer: torch.Tensor, *others: Any) -> None:
-            parts.append(buffer)
-            super().__init__(buffer, *others)
-
-    monkeypatch.setattr(ring, "Staged", Recorded)
-    # 12 MiB in pieces of 128 KiB: more than a whole buffer.
-    case = Case("kv_first", 8, 7, 1, 128, 512, torch.float16)
-
-    def parts_of_both_directions() -> list[int]:
-        parts.clear()
-        check_both_directions(case, "rbln:0", [5, 0, 3, 6, 1, 4], 6)
-        return [part.nbytes for part in parts]
-
-    assert parts_of_both_directions() == [PART_BYTES] * 8
-    with ring._pool().borrow(1):
-        crowded = parts_of_both_directions()
-        assert len({part.data_ptr() for part in parts[:CROWDED_PARTS]}) == CROWDED_PARTS
-    assert crowded == [CROWDED_PART_BYTES] * (2 * CROWDED_PARTS)
-    assert parts_of_both_directions() == [PART_BYTES] * 8
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 5})
+    monkeypatch.setattr(ring, "_process_pool", None)
+    pool = ring._pool()
+    pool.close()
+    case = Case("kv_first", 2, 3, 2, 16, 32, torch.float16)
+    with pool.borrow(1), pool.borrow(1):
+        waiting = threading.Thread(
+            target=check_both_directions, args=(case, "rbln:0", [2, 0, 1], 3)
+        )
+        waiting.start()
+        waiting.join(0.2)
+        assert waiting.is_alive()
+        assert pool.lent() == 2
+    waiting.join()
+    assert pool.lent() == 0
+    pool.close()
 
 
 def test_eight_threads_stay_within_the_bound_and_leave_nothing_behind(

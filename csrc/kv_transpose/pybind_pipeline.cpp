@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// transfer() of the Python module lmcache.kv_transpose.
+#include "pybind_pipeline.h"
+
+#include <pybind11/numpy.h>
+#include <torch/extension.h>
+
+#include <array>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "pipeline.h"
+
+namespace py = pybind11;
+namespace kv = kv_transpose;
+
+namespace {
+
+using Tensors = std::vector<at::Tensor>;
+using Table = py::array_t<int64_t, py::array::c_style>;
+
+void require(bool holds, const char* wanted) {
+  if (!holds) throw py::value_error(std::string("wanted ") + wanted);
+}
+
+kv::Chunk as_chunk(const at::Tensor& chunk, const at::Tensor& first) {
+  require(chunk.device().is_cpu() && chunk.dim() == 5,
+          "chunks [planes, layers, tokens, heads, head size] in host memory");
+  const int64_t heads = chunk.size(3);
+  const int64_t head_size = chunk.size(4);
+  require(heads == first.size(3) && head_size == first.size(4) &&
+              chunk.scalar_type() == first.scalar_type(),
+          "chunks of the same heads and of the layers' element type");
+  require((chunk.stride(4) == 1 || head_size == 1) &&
+              (chunk.stride(3) == head_size || heads == 1),
+          "chunks with dense heads");
+  const int64_t bytes = chunk.element_size();
+  return {static_cast<char*>(chunk.data_ptr()),
+          chunk.size(0),
+          chunk.size(1),
+          chunk.size(2),
+          chunk.stride(0) * bytes,
+          chunk.stride(1) * bytes,
+          chunk.stride(2) * bytes};
+}
+
+void transfer(bool to_host, Tensors layers, const std::array<int64_t, 4>& strides,
+              Tensors parts, int64_t batch_bytes, const Tensors& chunks,
+              const py::handle& pieces, bool non_blocking, int threads) {
+  require(threads >= 1, "threads of at least 1");
+  require(batch_bytes >= 1, "batch_bytes of at least 1");
+  require(py::isinstance<Table>(pieces), "pieces as a dense numpy array of int64");
+  const auto table = py::reinterpret_borrow<Table>(pieces);
+  require(table.ndim() == 2 && table.shape(1) == kv::kPieceColumns,
+          "pieces of shape [n, 10]");
+  require(!chunks.empty() && chunks.front().dim() == 5 && !layers.empty() &&
+              chunks.front().scalar_type() == layers.front().scalar_type(),
+          "at least one layer, and chunks [planes, layers, tokens, heads, head size] "
+          "of its element type");
+  kv::Transfer job;
+  job.direction = to_host ? kv::Direction::kGather : kv::Direction::kScatter;
+  job.layers = std::move(layers);
+  job.strides = strides;
+  job.parts = std::move(parts);
+  job.batch_bytes = batch_bytes;
+  for (const at::Tensor& chunk : chunks) {
+    job.chunks.push_back(as_chunk(chunk, chunks.front()));
+  }
+  job.heads = chunks.front().size(3);
+  job.row_bytes = chunks.front().size(4) * chunks.front().element_size();
+  job.pieces = reinterpret_cast<const kv::Piece*>(table.data());
+  job.num_pieces = table.shape(0);
+  job.non_blocking = non_blocking;
+  job.threads = threads;
+  const py::gil_scoped_release released;
+  kv::run(job);
+}
+
+}  // namespace
+
+void define_transfer(py::module_& module) {
+  module.attr("PIECE_COLUMNS") =
+      py::make_tuple("chunk", "block", "blocks", "plane", "planes", "head", "heads",
+                     "slot", "slots", "token");
+  module.def("transfer", &transfer, py::arg("to_host"), py::arg("layers"),
+             py::arg("strides"), py::arg("parts"), py::arg("batch_bytes"),
+             py::arg("chunks"), py::arg("pieces"), py::arg("non_blocking"),
+             py::arg("threads") = 1,
+             R"(Move pieces of every layer into token-major chunks, or back.
+
+While one part of staging is transposed, the copies of the next ones are in flight on
+the current stream of the layers' device. They are complete on return. The GIL is
+released meanwhile.
+
+Args:
+    to_host: Whether chunks are written; layers are otherwise.
+    layers: Tensors of one element type, on one device.
+    strides: Elements between the blocks, planes, heads and slots of every layer. A
+        piece is contiguous: [blocks, planes, heads, slots, head size].
+    parts: Staging of that type, 1-D, in host memory.
+    batch_bytes: Bytes that are staged in a part at a time, unless a piece is larger.
+    chunks: Host tensors [planes, layers, tokens, heads, head size] with dense heads.
+    pieces: int64 [n, 10], dense, ordered by chunk; its columns are PIECE_COLUMNS.
+    non_blocking: Whether torch has streams and events for the device and the parts are
+        pinned. Copies are synchronous otherwise.
+    threads: Threads that transpose at most, the caller included.
+
+Raises:
+    ValueError: An argument is not as above, or a piece does not lie inside of its
+        layers, of a part or of its chunk. No copy has been issued then.
+    RuntimeError: A copy fails. Copies before it may be in flight.)");
+}

@@ -1,0 +1,7 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+/// Defines transfer() in the module.
+void define_transfer(pybind11::module_& module);

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``lmcache.kv_transpose.transfer``: a whole transfer in one native call."""
+
+# Future
+from __future__ import annotations
+
+# Standard
+from typing import Any
+
+# Third Party
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kv_reference import (
+    LAYOUTS,
+    Case,
+    Layout,
+    assert_same_bytes,
+    move,
+    random_bits,
+)
+import numpy as np
+import pytest
+import torch
+
+# First Party
+from lmcache import kv_transpose
+from lmcache.v1.platform.devices.rbln.kv_layout import (
+    KVGeometry,
+    chunk_view,
+    resolve_geometry,
+)
+from lmcache.v1.platform.devices.rbln.kv_plan import Piece, plan_pieces
+
+DTYPES = (torch.uint8, torch.float16, torch.float32, torch.float64)
+
+
+def test_pieces_have_the_columns_that_the_extension_reads() -> None:
+    assert Piece._fields == kv_transpose.PIECE_COLUMNS
+
+
+def arguments_of(
+    case: Case,
+    geometry: KVGeometry,
+    layers: list[torch.Tensor],
+    chunks: list[torch.Tensor],
+    pieces: list[Piece],
+    parts: list[torch.Tensor],
+) -> dict[str, Any]:
+    """Return the arguments of a synchronous transfer but its direction."""
+    return {
+        "layers": layers,
+        "strides": geometry.strides[:-1],
+        "parts": parts,
+        "batch_bytes": parts[0].nbytes,
+        "chunks": [chunk_view(chunk, geometry) for chunk in chunks],
+        "pieces": np.array(pieces, dtype=np.int64).reshape(-1, len(Piece._fields)),
+        "non_blocking": False,
+    }
+
+
+@given(
+    layout=st.sampled_from(LAYOUTS),
+    sizes=st.tuples(*[st.integers(1, 5)] * 4),
+    dtype=st.sampled_from(DTYPES),
+    chunk_blocks=st.integers(1, 3),
+    skip=st.integers(0, 4),
+    parts=st.integers(1, 4),
+    room=st.integers(0, 100),
+    batch=st.integers(1, 200),
+    threads=st.integers(1, 3),
+    to_host=st.booleans(),
+    data=st.data(),
+)
+@settings(max_examples=300, deadline=None)
+def test_moves_what_plain_indexing_does(
+    layout: Layout,
+    sizes: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    chunk_blocks: int,
+    skip: int,
+    parts: int,
+    room: int,
+    batch: int,
+    threads: int,
+    to_host: bool,
+    data: st.DataObject,
+) -> None:
+    blocks, heads, slots, size = sizes
+    case = Case(layout, 3, blocks, heads, slots, size, dtype)
+    ids = data.draw(st.permutations(range(blocks)))
+    last = data.draw(st.integers(0, slots - 1))
+    chunk_tokens = chunk_blocks * slots
+    tokens = [chunk_tokens] * (blocks // chunk_blocks)
+    tokens += [blocks % chunk_blocks * slots] if blocks % chunk_blocks else []
+    tokens[-1] -= last
+    # Layers with memory of others around them, in one storage.
+    count = torch.Size(case.layer_shape).numel()
+    memory = random_bits((3 * (count + 3) + 1,), dtype, 1)
+    wanted_memory = memory.clone()
+
+    def layers_in(buffer: torch.Tensor) -> list[torch.Tensor]:
+        return [
+            buffer[1 + i * (count + 3) :][:count].view(case.layer_shape)
+            for i in range(3)
+        ]
+
+    layers = layers_in(memory)
+    chunks = [
+        random_bits(case.chunk_shape(t), dtype, 2 + i) for i, t in enumerate(tokens)
+    ]
+    wanted = [chunk.clone() for chunk in chunks]
+    move(case, to_host, layers_in(wanted_memory), wanted, ids, chunk_tokens, skip)
+
+    geometry = resolve_geometry(layers, case.engine_kv_format)
+    ids_of_chunks = [ids[i : i + chunk_blocks] for i in range(0, blocks, chunk_blocks)]
+    elements = size + room
+    pieces = list(plan_pieces(geometry, tokens, ids_of_chunks, skip, elements))
+    staging = torch.zeros(parts * elements + 1, dtype=dtype)[1:]
+    arguments = arguments_of(
+        case, geometry, layers, chunks, pieces, list(staging.split(elements))
+    )
+    arguments["batch_bytes"] = batch * dtype.itemsize
+    kv_transpose.transfer(to_host, **arguments, threads=threads)
+
+    assert_same_bytes([memory, *chunks], [wanted_memory, *wanted])
+
+
+CASE = Case("blocks_first", 2, 4, 2, 4, 8, torch.float16)
+PART = 128
+
+
+@pytest.fixture
+def good() -> dict[str, Any]:
+    """The arguments of a transfer of blocks 2 and 0, in two pieces."""
+    layers = [torch.zeros(CASE.layer_shape, dtype=CASE.dtype) for _ in range(2)]
+    geometry = resolve_geometry(layers, CASE.engine_kv_format)
+    chunk = torch.zeros(CASE.chunk_shape(8), dtype=CASE.dtype)
+    pieces = list(plan_pieces(geometry, [8], [[2, 0]], 0, PART))
+    parts = list(torch.zeros(2 * PART, dtype=CASE.dtype).split(PART))
+    return arguments_of(CASE, geometry, layers, [chunk], pieces, parts)
+
+
+def of_piece(**change: int) -> Any:
+    """Return a change of the last piece."""
+
+    def changed(arguments: dict[str, Any]) -> dict[str, Any]:
+        table = arguments["pieces"].copy()
+        for name, value in change.items():
+            table[-1, Piece._fields.index(name)] = value
+        return {"pieces": table}
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (of_piece(block=4), r"region 1 \(start 512, size 128\) inside of the 512"),
+        (of_piece(block=-1), "region 1 "),
+        (of_piece(block=1 << 62), "region 1 "),
+        (of_piece(blocks=2), "tile 1 .* staging buffer of 256 bytes"),
+        (of_piece(blocks=0), "tile 1 "),
+        (of_piece(plane=1), "tile 1 .* 1 chunks"),
+        (of_piece(head=1), "tile 1 .* 1 chunks"),
+        (of_piece(token=5), "tile 1 .* 1 chunks"),
+        (of_piece(token=-1), "tile 1 .* 1 chunks"),
+        (of_piece(chunk=1), "does not lie in one of the 1 chunks"),
+        (of_piece(slots=1 << 61), "tile 1 "),
+        (lambda old: {"pieces": old["pieces"][:, :9]}, r"of shape \[n, 10\]|dense"),
+        (lambda old: {"pieces": old["pieces"].astype(np.int32)}, "int64"),
+        (lambda old: {"pieces": old["pieces"].tolist()}, "int64"),
+        (lambda _: {"layers": []}, "at least one layer"),
+        (lambda old: {"layers": old["layers"][:1] * 3}, "tile "),
+        (lambda old: {"layers": [old["layers"][0].float()] * 2}, "element type"),
+        (
+            lambda old: {"layers": [old["layers"][0], old["layers"][1].bfloat16()]},
+            "layers of one element type",
+        ),
+        (lambda _: {"parts": []}, "one part of staging"),
+        (lambda old: {"parts": [p.float() for p in old["parts"]]}, "element type"),
+        (lambda old: {"parts": [p[::2] for p in old["parts"]]}, "one dense axis"),
+        (lambda old: {"parts": [p.view(2, -1) for p in old["parts"]]}, "one dense"),
+        (lambda old: {"parts": [old["parts"][0], old["parts"][1][1:]]}, "254 bytes"),
+        (lambda _: {"batch_bytes": 0}, "batch_bytes of at least 1"),
+        (lambda _: {"chunks": []}, "chunks"),
+        (lambda old: {"chunks": [c[0] for c in old["chunks"]]}, "chunks"),
+        (lambda old: {"chunks": [old["chunks"][0].float()]}, "element type"),
+        (lambda old: {"chunks": [old["chunks"][0].mT]}, "dense heads|tile"),
+        (
+            lambda old: {"chunks": [old["chunks"][0], old["chunks"][0][..., :4]]},
+            "of the same heads",
+        ),
+        (lambda _: {"threads": 0}, "threads of at least 1"),
+    ],
+)
+@pytest.mark.parametrize("to_host", [True, False])
+def test_refuses_before_the_first_byte_moves(
+    good: dict[str, Any], change: Any, says: str, to_host: bool
+) -> None:
+    sources = good["layers"] if to_host else good["chunks"]
+    targets = good["chunks"] if to_host else good["layers"]
+    for source in sources:
+        source.fill_(1)
+    with pytest.raises(ValueError, match=says):
+        kv_transpose.transfer(to_host, **(good | change(good)))
+    assert not any(bool(target.any()) for target in targets)
+    kv_transpose.transfer(to_host, **good)
+    assert any(bool(target.any()) for target in targets)
+
+
+def test_nothing_to_move_is_no_error(good: dict[str, Any]) -> None:
+    good["pieces"] = good["pieces"][:0]
+    kv_transpose.transfer(True, **good)
+    kv_transpose.transfer(False, **good)
