@@ -7,6 +7,7 @@
 #include <torch/extension.h>
 
 #include <array>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -44,6 +45,19 @@ kv::Chunk as_chunk(const at::Tensor& chunk, const at::Tensor& first) {
           chunk.stride(0) * bytes,
           chunk.stride(1) * bytes,
           chunk.stride(2) * bytes};
+}
+
+std::optional<size_t> first_unlike(const Tensors& tensors) {
+  for (size_t index = 1; index < tensors.size(); ++index) {
+    const at::Tensor& tensor = tensors[index];
+    const at::Tensor& first = tensors.front();
+    if (tensor.sizes() != first.sizes() || tensor.strides() != first.strides() ||
+        tensor.scalar_type() != first.scalar_type() ||
+        tensor.device() != first.device()) {
+      return index;
+    }
+  }
+  return std::nullopt;
 }
 
 void transfer(bool to_host, Tensors layers, const std::array<int64_t, 4>& strides,
@@ -84,6 +98,11 @@ void define_transfer(py::module_& module) {
   module.attr("PIECE_COLUMNS") =
       py::make_tuple("chunk", "block", "blocks", "plane", "planes", "head", "heads",
                      "slot", "slots", "token");
+  module.def("first_unlike", &first_unlike, py::arg("tensors"),
+             R"(Find a tensor that differs from the first one.
+
+Returns:
+    The index of one whose shape, strides, element type or device is another, or None.)");
   module.def("transfer", &transfer, py::arg("to_host"), py::arg("layers"),
              py::arg("strides"), py::arg("parts"), py::arg("batch_bytes"),
              py::arg("chunks"), py::arg("pieces"), py::arg("non_blocking"),

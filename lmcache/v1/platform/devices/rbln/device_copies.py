@@ -18,7 +18,8 @@ import torch
 
 # First Party
 from lmcache.v1.platform.devices.rbln.kv_layout import KVGeometry
-from lmcache.v1.platform.devices.rbln.kv_plan import TILE_COLUMNS, Moves
+from lmcache.v1.platform.devices.rbln.kv_plan import Moves
+from lmcache.v1.platform.devices.rbln.native import TILE_COLUMNS
 
 
 class DeviceCopies(Protocol):

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from functools import lru_cache
 from types import ModuleType
 from typing import Protocol
-import importlib
 import os
 
 # Third Party
@@ -22,11 +21,7 @@ import numpy as np
 import torch
 
 # First Party
-from lmcache.logging import init_logger
-from lmcache.v1.platform.devices.rbln.kv_plan import TILE_COLUMNS, Piece
-from lmcache.v1.platform.devices.rbln.staging import once
-
-logger = init_logger(__name__)
+from lmcache.v1.platform.devices.rbln.native import kv_transpose
 
 #: Threads of one transfer that transpose, the calling one included.
 THREADS_ENV_VAR = "LMCACHE_RBLN_TRANSPOSE_THREADS"
@@ -50,7 +45,7 @@ class HostTransposition(Protocol):
 
         Args:
             staging: uint8, dense, in host memory.
-            tiles: int64 ``[n, 10]``, columns as ``kv_plan.TILE_COLUMNS``.
+            tiles: int64 ``[n, 10]``, columns as ``native.TILE_COLUMNS``.
         """
 
     def scatter(self, staging: torch.Tensor, tiles: np.ndarray) -> None:
@@ -66,34 +61,10 @@ def host_transposition(chunk_views: Sequence[torch.Tensor]) -> HostTransposition
     Returns:
         The native one, or torch's where there is none; which is then said once.
     """
-    native = native_transposition()
+    native = kv_transpose()
     if native is None:
         return _TorchTransposition(chunk_views)
     return _NativeTransposition(native, chunk_views, transpose_threads())
-
-
-@once
-def native_transposition() -> ModuleType | None:
-    """Return the native extension, or None and one warning that says why."""
-    try:
-        native = importlib.import_module("lmcache.kv_transpose")
-        columns = (tuple(native.TILE_COLUMNS), tuple(native.PIECE_COLUMNS))
-        if columns == (TILE_COLUMNS, Piece._fields):
-            return native
-        reason = (
-            "it is of another LMCache, with tiles of "
-            f"{', '.join(columns[0])} and pieces of {', '.join(columns[1])}"
-        )
-    except Exception as exc:
-        # Whatever an extension of another build raises, torch does the same.
-        reason = f"it can't be imported: {exc}"
-    logger.warning(
-        "KV blocks are transposed by torch, several times slower, without the "
-        "extension lmcache.kv_transpose: %s. Install a wheel of this LMCache that was "
-        "built for this Python and torch",
-        reason,
-    )
-    return None
 
 
 @lru_cache(maxsize=1)

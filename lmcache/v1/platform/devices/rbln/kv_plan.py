@@ -24,6 +24,7 @@ import torch
 
 # First Party
 from lmcache.v1.platform.devices.rbln.kv_layout import KVGeometry
+from lmcache.v1.platform.devices.rbln.native import TILE_COLUMNS
 
 
 class Piece(NamedTuple):
@@ -62,19 +63,6 @@ class Piece(NamedTuple):
         return self.blocks * self.planes * self.heads * self.slots * head_size
 
 
-#: Columns of :attr:`Moves.tiles`; those of ``lmcache.kv_transpose``.
-TILE_COLUMNS = (
-    "staged",
-    "chunk",
-    "layer",
-    "plane",
-    "planes",
-    "token",
-    "blocks",
-    "slots",
-    "head",
-    "heads",
-)
 _PIECE_COLUMN = {name: index for index, name in enumerate(Piece._fields)}
 #: Where each column of a tile comes from; "staged" and "layer" are in no piece.
 _FROM_PIECE = [_PIECE_COLUMN.get(name, 0) for name in TILE_COLUMNS]

@@ -43,7 +43,6 @@ from lmcache.v1.platform.devices.rbln.host_transpose import (
     HostTransposition,
     copy_bits,
     host_transposition,
-    native_transposition,
     transpose_threads,
 )
 from lmcache.v1.platform.devices.rbln.kv_layout import KVGeometry
@@ -53,6 +52,7 @@ from lmcache.v1.platform.devices.rbln.kv_plan import (
     chunk_slice,
     device_slice,
 )
+from lmcache.v1.platform.devices.rbln.native import kv_transpose
 from lmcache.v1.platform.devices.rbln.ring import (
     Ring,
     Staged,
@@ -63,7 +63,7 @@ from lmcache.v1.platform.devices.rbln.ring import (
 #: With fewer pieces than this a transfer's time is not in their fixed cost.
 MIN_PIECES_TO_COLLECT = 16
 #: A transfer is cut into this many batches at least, unless they get too small.
-MIN_BATCHES = 8
+MIN_BATCHES = 24
 MIN_BATCH_BYTES = 256 << 10
 #: Parts of a buffer start at multiples of this many bytes.
 _ALIGNMENT = 64
@@ -180,7 +180,7 @@ def _transfer(
         return
     with Ring(geometry.device) as ring:
         copies = _choose_copies(ring, regions, moves)
-        native = native_transposition()
+        native = kv_transpose()
         ring.begin_copies()
         if native is not None and isinstance(copies, DirectCopies):
             native.transfer(

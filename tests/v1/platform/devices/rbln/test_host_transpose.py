@@ -7,13 +7,10 @@ from __future__ import annotations
 # Standard
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock
 import os
 import sys
-import threading
-import time
 
 # Third Party
 from hypothesis import given, settings
@@ -25,14 +22,14 @@ import torch
 
 # First Party
 from lmcache import kv_transpose
-from lmcache.v1.platform.devices.rbln import host_transpose
+from lmcache.v1.platform.devices.rbln import native
 from lmcache.v1.platform.devices.rbln.host_transpose import (
     THREADS_ENV_VAR,
     _NativeTransposition,
     _TorchTransposition,
     transpose_threads,
 )
-from lmcache.v1.platform.devices.rbln.kv_plan import TILE_COLUMNS, Piece
+from lmcache.v1.platform.devices.rbln.native import TILE_COLUMNS
 
 DTYPES = {1: torch.float8_e4m3fn, 2: torch.bfloat16, 4: torch.float32, 8: torch.int64}
 
@@ -40,15 +37,11 @@ DTYPES = {1: torch.float8_e4m3fn, 2: torch.bfloat16, 4: torch.float32, 8: torch.
 @pytest.fixture(autouse=True)
 def fresh_settings() -> Iterator[None]:
     """Let each test find the extension and read the setting anew."""
-    host_transpose.native_transposition.cache_clear()
+    native.kv_transpose.cache_clear()
     transpose_threads.cache_clear()
     yield
-    host_transpose.native_transposition.cache_clear()
+    native.kv_transpose.cache_clear()
     transpose_threads.cache_clear()
-
-
-def test_both_sides_agree_on_the_columns() -> None:
-    assert kv_transpose.TILE_COLUMNS == TILE_COLUMNS
 
 
 @st.composite
@@ -126,13 +119,13 @@ def test_native_and_torch_write_the_same_bytes(
     layer = tokens * (heads * size + token_gap) + layer_gap
     count = (start + planes * (layers * layer + plane_gap)) * itemsize
     results = []
-    for native in (True, False):
+    for natively in (True, False):
         storages = [random_bytes(count, job["seed"] + i) for i in range(2)]
         views = chunk_views(job, storages)
         staging = random_bytes(job["staging_bytes"], job["seed"] + 2)
         host = (
             _NativeTransposition(kv_transpose, views, job["threads"])
-            if native
+            if natively
             else _TorchTransposition(views)
         )
         (host.gather if gathers else host.scatter)(staging, job["tiles"])
@@ -245,7 +238,7 @@ def test_torch_takes_over_and_says_so_once(
     layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     warning = MagicMock()
-    monkeypatch.setattr(host_transpose.logger, "warning", warning)
+    monkeypatch.setattr(native.logger, "warning", warning)
     # What importing a module that is not there, or does not load, looks like.
     monkeypatch.setitem(sys.modules, "lmcache.kv_transpose", None)
     for seed in range(3):
@@ -277,46 +270,3 @@ def test_the_threads_setting(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(THREADS_ENV_VAR, raw)
         with pytest.raises(ValueError, match=THREADS_ENV_VAR):
             transpose_threads()
-
-
-class Extension(ModuleType):
-    """An extension whose columns a test gives, slowly."""
-
-    columns: Any = ()
-
-    @property
-    def TILE_COLUMNS(self) -> Any:  # noqa: N802
-        time.sleep(0.01)
-        if isinstance(self.columns, Exception):
-            raise self.columns
-        return self.columns
-
-    PIECE_COLUMNS = Piece._fields
-
-
-@pytest.mark.parametrize(
-    ("columns", "says"),
-    [
-        (TILE_COLUMNS[::-1], "another LMCache"),
-        (OSError("another build"), "another build"),
-    ],
-)
-def test_an_extension_of_another_build_is_not_used_which_is_said_once(
-    monkeypatch: pytest.MonkeyPatch, columns: object, says: str
-) -> None:
-    warning = MagicMock()
-    monkeypatch.setattr(host_transpose.logger, "warning", warning)
-    extension = Extension("lmcache.kv_transpose")
-    extension.columns = columns
-    monkeypatch.setitem(sys.modules, "lmcache.kv_transpose", extension)
-    start = threading.Barrier(8)
-
-    def work() -> None:
-        start.wait()
-        assert host_transpose.native_transposition() is None
-
-    with ThreadPoolExecutor(8) as executor:
-        for result in [executor.submit(work) for _ in range(8)]:
-            result.result()
-    warning.assert_called_once()
-    assert says in warning.call_args.args[0] % warning.call_args.args[1:]

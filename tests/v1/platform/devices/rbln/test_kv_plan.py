@@ -17,13 +17,13 @@ from lmcache.v1.platform.devices.rbln.kv_layout import (
     resolve_geometry,
 )
 from lmcache.v1.platform.devices.rbln.kv_plan import (
-    TILE_COLUMNS,
     Moves,
     Piece,
     chunk_slice,
     device_slice,
     plan_pieces,
 )
+from lmcache.v1.platform.devices.rbln.native import TILE_COLUMNS
 
 
 def plan(

@@ -32,8 +32,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # First Party
 from lmcache.v1.platform.devices.rbln import (
     device_staging,
-    host_transpose,
     kv_transfer,
+    native,
     ring,
     staging,
 )
@@ -87,9 +87,9 @@ def pipeline(
     """Who issues the copies."""
     if request.param == "python":
         monkeypatch.setitem(sys.modules, "lmcache.kv_transpose", None)
-    host_transpose.native_transposition.cache_clear()
+    native.kv_transpose.cache_clear()
     yield request.param
-    host_transpose.native_transposition.cache_clear()
+    native.kv_transpose.cache_clear()
 
 
 @pytest.mark.parametrize("to_chunks", [True, False])

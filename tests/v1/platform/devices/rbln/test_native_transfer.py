@@ -34,10 +34,6 @@ from lmcache.v1.platform.devices.rbln.kv_plan import Piece, plan_pieces
 DTYPES = (torch.uint8, torch.float16, torch.float32, torch.float64)
 
 
-def test_pieces_have_the_columns_that_the_extension_reads() -> None:
-    assert Piece._fields == kv_transpose.PIECE_COLUMNS
-
-
 def arguments_of(
     case: Case,
     geometry: KVGeometry,

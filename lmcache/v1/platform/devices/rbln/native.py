@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The native extension of transfers, or the reason why there is none."""
+
+# Future
+from __future__ import annotations
+
+# Standard
+from types import ModuleType
+import importlib
+
+# First Party
+from lmcache.logging import init_logger
+from lmcache.v1.platform.devices.rbln.staging import once
+
+logger = init_logger(__name__)
+
+#: What the rows of its two tables are; it tells those that it was built with.
+TILE_COLUMNS = (
+    "staged",
+    "chunk",
+    "layer",
+    "plane",
+    "planes",
+    "token",
+    "blocks",
+    "slots",
+    "head",
+    "heads",
+)
+PIECE_COLUMNS = (
+    "chunk",
+    "block",
+    "blocks",
+    "plane",
+    "planes",
+    "head",
+    "heads",
+    "slot",
+    "slots",
+    "token",
+)
+
+
+@once
+def kv_transpose() -> ModuleType | None:
+    """Return ``lmcache.kv_transpose``, or None and one warning that says why."""
+    try:
+        native = importlib.import_module("lmcache.kv_transpose")
+        columns = tuple(native.TILE_COLUMNS), tuple(native.PIECE_COLUMNS)
+        if columns == (TILE_COLUMNS, PIECE_COLUMNS):
+            return native
+        reason = (
+            f"it is of another LMCache, with tiles of {', '.join(columns[0])} and "
+            f"pieces of {', '.join(columns[1])}"
+        )
+    except Exception as exc:
+        # Whatever an extension of another build raises, torch does the same.
+        reason = f"it can't be imported: {exc}"
+    logger.warning(
+        "KV blocks are copied and transposed by torch and Python, several times "
+        "slower, without the extension lmcache.kv_transpose: %s. Install a wheel of "
+        "this LMCache that was built for this Python and torch",
+        reason,
+    )
+    return None
