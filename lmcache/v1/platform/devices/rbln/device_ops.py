@@ -136,15 +136,17 @@ def _require_tensors(operands: object, what: str) -> list[torch.Tensor]:
         raise ValueError(
             f"wanted the {what} as a list of tensors, got {type(operands).__name__}"
         )
-    tensors = []
-    for index, item in enumerate(operands):
-        if not isinstance(item, torch.Tensor):
-            raise ValueError(
-                f"wanted the {what} as tensors, got {type(item).__name__} at index "
-                f"{index}; RBLN has no use for addresses"
-            )
-        tensors.append(item)
-    return tensors
+    others = [
+        index
+        for index, item in enumerate(operands)
+        if not isinstance(item, torch.Tensor)
+    ]
+    if others:
+        raise ValueError(
+            f"wanted the {what} as tensors, got {type(operands[others[0]]).__name__} "
+            f"at index {others[0]}; RBLN has no use for addresses"
+        )
+    return list(operands)
 
 
 def _whole_number(value: object, name: str) -> int:

@@ -251,5 +251,11 @@ def chunk_view(chunk: torch.Tensor, geometry: KVGeometry) -> torch.Tensor:
     Returns:
         A view that shares the chunk's storage.
     """
-    planar = chunk if geometry.num_planes == 2 else chunk.unsqueeze(0)
-    return planar.unflatten(-1, (geometry.num_heads, geometry.head_size))
+    shape, strides = tuple(chunk.shape), chunk.stride()
+    if geometry.num_planes == 1:
+        shape, strides = (1, *shape), (strides[0] * shape[0], *strides)
+    heads, head_size = geometry.num_heads, geometry.head_size
+    # The last axis is dense; one view in place of two.
+    return chunk.as_strided(
+        (*shape[:3], heads, head_size), (*strides[:3], head_size, 1)
+    )
