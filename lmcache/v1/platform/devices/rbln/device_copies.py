@@ -18,7 +18,7 @@ import torch
 
 # First Party
 from lmcache.v1.platform.devices.rbln.kv_layout import KVGeometry
-from lmcache.v1.platform.devices.rbln.kv_plan import Moves
+from lmcache.v1.platform.devices.rbln.kv_moves import Moves
 from lmcache.v1.platform.devices.rbln.native import TILE_COLUMNS
 
 

@@ -46,8 +46,8 @@ from lmcache.v1.platform.devices.rbln.host_transpose import (
     transpose_threads,
 )
 from lmcache.v1.platform.devices.rbln.kv_layout import KVGeometry
+from lmcache.v1.platform.devices.rbln.kv_moves import Moves
 from lmcache.v1.platform.devices.rbln.kv_plan import (
-    Moves,
     Piece,
     chunk_slice,
     device_slice,

@@ -17,7 +17,7 @@ import torch
 # First Party
 from lmcache.logging import init_logger
 from lmcache.v1.platform.devices.rbln import staging
-from lmcache.v1.platform.devices.rbln.kv_plan import Moves
+from lmcache.v1.platform.devices.rbln.kv_moves import Moves
 from lmcache.v1.platform.devices.rbln.staging import Loan, StagingPool, once
 
 logger = init_logger(__name__)

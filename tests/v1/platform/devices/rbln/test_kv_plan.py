@@ -17,13 +17,11 @@ from lmcache.v1.platform.devices.rbln.kv_layout import (
     resolve_geometry,
 )
 from lmcache.v1.platform.devices.rbln.kv_plan import (
-    Moves,
     Piece,
     chunk_slice,
     device_slice,
     plan_pieces,
 )
-from lmcache.v1.platform.devices.rbln.native import TILE_COLUMNS
 
 
 def plan(
@@ -124,55 +122,3 @@ def test_runs_end_at_chunks_and_at_the_limit(layout: Layout) -> None:
     pieces, _, _ = plan(case, ids, 4, max_elements=3 * planes * block)
     runs = [(p.chunk, p.block, p.blocks) for p in pieces if p.plane == 0]
     assert runs == [(0, 0, 3), (0, 3, 1), (1, 4, 3), (1, 7, 1)]
-
-
-def moves_of(case: Case, ids: list[int], chunk_blocks: int) -> tuple[Moves, list]:
-    """Return the moves of a call and its pieces."""
-    pieces, _, _ = plan(case, ids, chunk_blocks)
-    layers = [torch.zeros(case.layer_shape, dtype=torch.int64)] * case.num_layers
-    return Moves(resolve_geometry(layers, case.engine_kv_format), pieces), pieces
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_moves_repeat_the_pieces_of_a_chunk_in_each_layer(layout: Layout) -> None:
-    case = Case(layout, 3, 8)
-    moves, pieces = moves_of(case, [0, 2, 4], chunk_blocks=2)
-    wanted = [
-        (piece, layer)
-        for chunk in (0, 1)
-        for layer in range(3)
-        for piece in pieces
-        if piece.chunk == chunk
-    ]
-    assert moves.layers == [layer for _, layer in wanted]
-    assert moves.sizes == [piece.elements(case.head_size) for piece, _ in wanted]
-    assert moves.dtype == torch.int64
-    for tile, (piece, layer) in zip(moves.tiles.tolist(), wanted, strict=True):
-        named = dict(zip(TILE_COLUMNS, tile, strict=True))
-        named.pop("staged")
-        assert named.pop("layer") == layer
-        assert named == {name: getattr(piece, name) for name in named}
-
-
-@given(
-    layout=st.sampled_from(LAYOUTS),
-    buffer_bytes=st.integers(1, 4000),
-    ids=st.permutations(range(6)),
-)
-@settings(max_examples=100, deadline=None)
-def test_batches_are_packed_without_gaps(
-    layout: Layout, buffer_bytes: int, ids: list[int]
-) -> None:
-    moves, _ = moves_of(Case(layout, 2, 6), list(ids), chunk_blocks=2)
-    batches = list(moves.pack(buffer_bytes))
-    assert [i for batch in batches for i in batch] == list(moves.all)
-    assert sum(moves.bytes_of(batch) for batch in batches) == moves.total_bytes
-    for number, batch in enumerate(batches):
-        used = moves.bytes_of(batch)
-        assert used <= buffer_bytes or len(batch) == 1
-        if number + 1 < len(batches):
-            assert used + moves.sizes[batch.stop] * 8 > buffer_bytes
-        offset = 0
-        for index in batch:
-            assert moves.tiles[index, 0] == offset
-            offset += moves.sizes[index] * 8
