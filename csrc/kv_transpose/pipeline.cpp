@@ -17,6 +17,19 @@ namespace {
   throw std::invalid_argument("wanted " + wanted);
 }
 
+bool is_staging(const at::Tensor& tensor, const at::Tensor& layer) {
+  return tensor.scalar_type() == layer.scalar_type() && tensor.dim() == 1 &&
+         tensor.is_contiguous();
+}
+
+int64_t room_of_part(const Transfer& transfer) {
+  int64_t room = INT64_MAX;
+  for (const at::Tensor& part : transfer.parts) {
+    room = std::min(room, static_cast<int64_t>(part.nbytes()));
+  }
+  return room;
+}
+
 void check_tensors(const Transfer& transfer) {
   if (transfer.layers.empty() || transfer.parts.empty()) {
     refuse("at least one layer and one part of staging");
@@ -29,10 +42,18 @@ void check_tensors(const Transfer& transfer) {
     }
   }
   for (const at::Tensor& part : transfer.parts) {
-    if (part.scalar_type() != first.scalar_type() || !part.device().is_cpu() ||
-        part.dim() != 1 || !part.is_contiguous()) {
+    if (!is_staging(part, first) || !part.device().is_cpu()) {
       refuse("parts of the layers' element type in host memory, of one dense axis");
     }
+  }
+  const at::Tensor& collector = transfer.collector;
+  if (collector.defined() &&
+      (!is_staging(collector, first) || collector.device() != first.device() ||
+       static_cast<int64_t>(collector.nbytes()) < room_of_part(transfer))) {
+    refuse(
+        "a collector of the layers' element type and device, of one dense axis and "
+        "at least " +
+        std::to_string(room_of_part(transfer)) + " bytes");
   }
 }
 
@@ -40,14 +61,6 @@ void check_tensors(const Transfer& transfer) {
 int64_t room_of(const at::Tensor& tensor) {
   const auto bytes = static_cast<int64_t>(tensor.storage().nbytes());
   return bytes / tensor.element_size() - tensor.storage_offset();
-}
-
-int64_t room_of_part(const Transfer& transfer) {
-  int64_t room = INT64_MAX;
-  for (const at::Tensor& part : transfer.parts) {
-    room = std::min(room, static_cast<int64_t>(part.nbytes()));
-  }
-  return room;
 }
 
 /// Where a piece starts in each layer, in elements from the layer's first; -1 if that
@@ -189,12 +202,15 @@ class Pipeline {
     kv_transpose::run(job_, transfer_.threads);
   }
 
-  /// Issues the copies of a batch, as one operation of torch.
+  /// Issues the copies of a batch.
   void copy(size_t batch) {
     Part& part = part_of(batch);
-    const int64_t element = part.memory.element_size();
+    const bool collects = transfer_.collector.defined();
+    const at::Tensor& staged = collects ? transfer_.collector : part.memory;
+    const int64_t element = staged.element_size();
     std::vector<at::Tensor> regions;
     std::vector<at::Tensor> windows;
+    int64_t used = 0;
     {
       // Nobody but the copies sees these views.
       const at::AutoDispatchBelowADInplaceOrView plain;
@@ -203,11 +219,24 @@ class Pipeline {
         const int64_t size = bytes_of(tile, job_.row_bytes) / element;
         const at::Tensor& layer = transfer_.layers[static_cast<size_t>(tile.layer)];
         regions.push_back(view(layer, plan_.starts[index], size));
-        windows.push_back(view(part.memory, tile.staged / element, size));
+        windows.push_back(view(staged, tile.staged / element, size));
+        used += size;
       }
     }
-    at::_foreach_copy_(to_host() ? windows : regions, to_host() ? regions : windows,
-                       transfer_.non_blocking);
+    const auto& targets = to_host() ? windows : regions;
+    const auto& sources = to_host() ? regions : windows;
+    if (!collects) {
+      at::_foreach_copy_(targets, sources, transfer_.non_blocking);
+    } else {
+      const at::Tensor across = part.memory.narrow(0, 0, used);
+      const at::Tensor collected = staged.narrow(0, 0, used);
+      if (!to_host()) collected.copy_(across, transfer_.non_blocking);
+      // Not as a batch, which some devices make a synchronous copy.
+      for (size_t index = 0; index < targets.size(); ++index) {
+        targets[index].copy_(sources[index], transfer_.non_blocking);
+      }
+      if (to_host()) across.copy_(collected, transfer_.non_blocking);
+    }
     if (stream_) part.copied->record(*stream_);
   }
 

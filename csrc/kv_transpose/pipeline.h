@@ -37,7 +37,8 @@ struct Transfer {
   std::vector<at::Tensor> layers;       // of one element type, on one device
   std::array<int64_t, 4> strides = {};  // of a layer's blocks, planes, heads and slots
   std::vector<at::Tensor> parts;  // staging of that type in host memory, one dense axis
-  int64_t batch_bytes = 0;        // that are staged in a part, unless a piece is larger
+  at::Tensor collector;     // device memory as large as a part, if pieces are collected
+  int64_t batch_bytes = 0;  // that are staged in a part, unless a piece is larger
   std::vector<Chunk> chunks;
   int64_t heads = 0;      // of every chunk
   int64_t row_bytes = 0;  // of one head of one token
@@ -48,7 +49,9 @@ struct Transfer {
 };
 
 /// Moves every piece of every layer on the current stream of the layers' device:
-/// chunk by chunk, then layer by layer. Returns when the last copy is complete.
+/// chunk by chunk, then layer by layer. Returns when the last copy is complete. With a
+/// collector a batch crosses to or from the host as one copy; on one stream, whose
+/// order keeps its reuse safe.
 ///
 /// Throws std::invalid_argument before the first copy unless every piece lies inside of
 /// its layer's memory, of every part and of its chunk. If a copy fails, those before it

@@ -61,8 +61,9 @@ std::optional<size_t> first_unlike(const Tensors& tensors) {
 }
 
 void transfer(bool to_host, Tensors layers, const std::array<int64_t, 4>& strides,
-              Tensors parts, int64_t batch_bytes, const Tensors& chunks,
-              const py::handle& pieces, bool non_blocking, int threads) {
+              Tensors parts, const std::optional<at::Tensor>& collector,
+              int64_t batch_bytes, const Tensors& chunks, const py::handle& pieces,
+              bool non_blocking, int threads) {
   require(threads >= 1, "threads of at least 1");
   require(batch_bytes >= 1, "batch_bytes of at least 1");
   require(py::isinstance<Table>(pieces), "pieces as a dense numpy array of int64");
@@ -78,6 +79,7 @@ void transfer(bool to_host, Tensors layers, const std::array<int64_t, 4>& stride
   job.layers = std::move(layers);
   job.strides = strides;
   job.parts = std::move(parts);
+  if (collector) job.collector = *collector;
   job.batch_bytes = batch_bytes;
   for (const at::Tensor& chunk : chunks) {
     job.chunks.push_back(as_chunk(chunk, chunks.front()));
@@ -104,9 +106,9 @@ void define_transfer(py::module_& module) {
 Returns:
     The index of one whose shape, strides, element type or device is another, or None.)");
   module.def("transfer", &transfer, py::arg("to_host"), py::arg("layers"),
-             py::arg("strides"), py::arg("parts"), py::arg("batch_bytes"),
-             py::arg("chunks"), py::arg("pieces"), py::arg("non_blocking"),
-             py::arg("threads") = 1,
+             py::arg("strides"), py::arg("parts"), py::arg("collector"),
+             py::arg("batch_bytes"), py::arg("chunks"), py::arg("pieces"),
+             py::arg("non_blocking"), py::arg("threads") = 1,
              R"(Move pieces of every layer into token-major chunks, or back.
 
 While one part of staging is transposed, the copies of the next ones are in flight on
@@ -119,6 +121,8 @@ Args:
     strides: Elements between the blocks, planes, heads and slots of every layer. A
         piece is contiguous: [blocks, planes, heads, slots, head size].
     parts: Staging of that type, 1-D, in host memory.
+    collector: 1-D device memory of that type, as large as a part, in which the pieces
+        of a batch are collected to cross to or from the host as one copy; or None.
     batch_bytes: Bytes that are staged in a part at a time, unless a piece is larger.
     chunks: Host tensors [planes, layers, tokens, heads, head size] with dense heads.
     pieces: int64 [n, 10], dense, ordered by chunk; its columns are PIECE_COLUMNS.

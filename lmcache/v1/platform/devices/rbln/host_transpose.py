@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The head <-> token transposition on the host: natively, or by torch.
+"""The head <-> token transposition on the host, by torch, and its setting.
 
-``lmcache.kv_transpose`` moves a whole staging buffer per call, without the GIL. torch
-needs a call per tile and takes several times as long; it is the fallback where the
-extension can't be imported.
+``lmcache.kv_transpose`` transposes a whole part of staging at once. torch needs a call
+per tile and takes several times as long; it is the fallback where the extension can't
+be imported.
 """
 
 # Future
@@ -12,16 +12,11 @@ from __future__ import annotations
 # Standard
 from collections.abc import Sequence
 from functools import lru_cache
-from types import ModuleType
-from typing import Protocol
 import os
 
 # Third Party
 import numpy as np
 import torch
-
-# First Party
-from lmcache.v1.platform.devices.rbln.native import kv_transpose
 
 #: Threads of one transfer that transpose, the calling one included.
 THREADS_ENV_VAR = "LMCACHE_RBLN_TRANSPOSE_THREADS"
@@ -35,36 +30,6 @@ MAX_THREADS = 64
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 #: Element widths, in bytes, that transfers can move.
 ELEMENT_BYTES = tuple(_BITS)
-
-
-class HostTransposition(Protocol):
-    """Moves tiles between a staging buffer and the chunks of one transfer."""
-
-    def gather(self, staging: torch.Tensor, tiles: np.ndarray) -> None:
-        """Copy tiles from staging into the chunks.
-
-        Args:
-            staging: uint8, dense, in host memory.
-            tiles: int64 ``[n, 10]``, columns as ``native.TILE_COLUMNS``.
-        """
-
-    def scatter(self, staging: torch.Tensor, tiles: np.ndarray) -> None:
-        """Copy tiles from the chunks into staging; arguments as :meth:`gather`."""
-
-
-def host_transposition(chunk_views: Sequence[torch.Tensor]) -> HostTransposition:
-    """Return the transposition for the chunks of one transfer.
-
-    Args:
-        chunk_views: Chunks as ``[P, L, T, NH, HS]``, all of the same heads and dtype.
-
-    Returns:
-        The native one, or torch's where there is none; which is then said once.
-    """
-    native = kv_transpose()
-    if native is None:
-        return _TorchTransposition(chunk_views)
-    return _NativeTransposition(native, chunk_views, transpose_threads())
 
 
 @lru_cache(maxsize=1)
@@ -101,49 +66,29 @@ def copy_bits(destination: torch.Tensor, source: torch.Tensor) -> None:
     destination.view(bits).copy_(source.view(bits))
 
 
-class _NativeTransposition:
-    """``lmcache.kv_transpose`` for one transfer."""
+class TorchTransposition:
+    """Moves tiles between staging and the chunks of one transfer, one by one.
 
-    def __init__(
-        self, native: ModuleType, chunk_views: Sequence[torch.Tensor], threads: int
-    ) -> None:
-        heads_and_size = chunk_views[0].shape[3:]
-        self._native = native
-        self._threads = threads
-        self._row_bytes = heads_and_size[1] * chunk_views[0].element_size()
-        # Of an axis of size one torch keeps any stride; bytes need a dense last axis.
-        self._chunks = [
-            view.as_strided(
-                (*view.shape[:3], heads_and_size.numel()), (*view.stride()[:3], 1)
-            )
-            .view(torch.uint8)
-            .numpy()
-            for view in chunk_views
-        ]
-
-    def gather(self, staging: torch.Tensor, tiles: np.ndarray) -> None:
-        self._native.gather(
-            staging.numpy(), self._chunks, self._row_bytes, tiles, self._threads
-        )
-
-    def scatter(self, staging: torch.Tensor, tiles: np.ndarray) -> None:
-        self._native.scatter(
-            staging.numpy(), self._chunks, self._row_bytes, tiles, self._threads
-        )
-
-
-class _TorchTransposition:
-    """torch for one transfer, tile by tile."""
+    Args:
+        chunk_views: Chunks as ``[P, L, T, NH, HS]``, all of the same heads and dtype.
+    """
 
     def __init__(self, chunk_views: Sequence[torch.Tensor]) -> None:
         self._chunks = chunk_views
 
     def gather(self, staging: torch.Tensor, tiles: np.ndarray) -> None:
+        """Copy tiles from staging into the chunks.
+
+        Args:
+            staging: uint8, dense, in host memory.
+            tiles: int64 ``[n, 10]``, columns as ``native.TILE_COLUMNS``.
+        """
         for tile in tiles.tolist():
             staged, window = self._sides(staging, tile)
             copy_bits(window, staged)
 
     def scatter(self, staging: torch.Tensor, tiles: np.ndarray) -> None:
+        """Copy tiles from the chunks into staging; arguments as :meth:`gather`."""
         for tile in tiles.tolist():
             staged, window = self._sides(staging, tile)
             copy_bits(staged, window)

@@ -40,9 +40,8 @@ from lmcache.v1.platform.devices.rbln.device_staging import (
 )
 from lmcache.v1.platform.devices.rbln.host_transpose import (
     ELEMENT_BYTES,
-    HostTransposition,
+    TorchTransposition,
     copy_bits,
-    host_transposition,
     transpose_threads,
 )
 from lmcache.v1.platform.devices.rbln.kv_layout import KVGeometry
@@ -179,31 +178,41 @@ def _transfer(
         copy_straight(geometry.device, targets, sources, chunk_views)
         return
     with Ring(geometry.device) as ring:
-        copies = _choose_copies(ring, regions, moves)
+        collector = _choose_collector(ring, regions, moves)
+        batch_bytes = ring.part_bytes
+        if collector is None:
+            # The host has a batch to transpose while the next ones are copied.
+            share = max(MIN_BATCH_BYTES, moves.total_bytes // MIN_BATCHES)
+            batch_bytes = min(batch_bytes, share)
         native = kv_transpose()
         ring.begin_copies()
-        if native is not None and isinstance(copies, DirectCopies):
+        if native is not None:
             native.transfer(
                 to_host=to_host,
                 layers=layers,
                 strides=geometry.strides[:-1],
                 parts=[part.view(moves.dtype) for part in ring.parts],
-                batch_bytes=_batch_bytes(copies, ring, moves),
+                collector=collector,
+                batch_bytes=batch_bytes,
                 chunks=chunk_views,
                 pieces=np.array(moves.pieces, dtype=np.int64),
                 non_blocking=ring.asynchronous,
                 threads=transpose_threads(),
             )
         else:
-            host = host_transposition(chunk_views)
-            batches = moves.pack(_batch_bytes(copies, ring, moves))
-            _run_pipeline(ring, copies, host, moves, batches, to_host)
+            copies: DeviceCopies = (
+                DirectCopies(regions, ring.asynchronous)
+                if collector is None
+                else DeviceStagedCopies(regions, collector)
+            )
+            host = TorchTransposition(chunk_views)
+            _run_pipeline(ring, copies, host, moves, moves.pack(batch_bytes), to_host)
 
 
 def _run_pipeline(
     ring: Ring,
     copies: DeviceCopies,
-    host: HostTransposition,
+    host: TorchTransposition,
     moves: Moves,
     batches: Sequence[range],
     to_host: bool,
@@ -230,27 +239,14 @@ def _run_pipeline(
         finish()
 
 
-def _divide(ring: Ring, moves: Moves) -> None:
-    """Divide buffers into parts for direct copies: each piece must fit one."""
-    aligned = -(-moves.largest_bytes // _ALIGNMENT) * _ALIGNMENT
-    part_bytes = min(max(staging.PART_BYTES, aligned), staging.BUFFER_BYTES)
-    ring.divide(part_bytes, moves.dtype, staging.PARTS)
+def _choose_collector(
+    ring: Ring, regions: Regions, moves: Moves
+) -> torch.Tensor | None:
+    """Divide the ring's buffers for the cheaper copies.
 
-
-def _batch_bytes(copies: DeviceCopies, ring: Ring, moves: Moves) -> int:
-    """Return how much to stage at a time.
-
-    Direct copies of a small transfer fill buffers in part, so that the host has a batch
-    to transpose while the next ones are copied. Collected pieces fill them.
+    Returns:
+        Device memory to collect pieces in, or None where direct copies are cheaper.
     """
-    if not isinstance(copies, DirectCopies):
-        return ring.part_bytes
-    share = max(MIN_BATCH_BYTES, moves.total_bytes // MIN_BATCHES)
-    return min(ring.part_bytes, share)
-
-
-def _choose_copies(ring: Ring, regions: Regions, moves: Moves) -> DeviceCopies:
-    """Return the cheaper copies, and divide the ring's buffers for them."""
     buffer = None
     known = known_costs(regions.device)
     may_pay = known is None or _collecting_pays(known, moves)
@@ -263,9 +259,12 @@ def _choose_copies(ring: Ring, regions: Regions, moves: Moves) -> DeviceCopies:
         ring.end_copies()
         if costs is not None and _collecting_pays(costs, moves):
             ring.divide(staging.BUFFER_BYTES, moves.dtype, 1)
-            return DeviceStagedCopies(regions, buffer)
-    _divide(ring, moves)
-    return DirectCopies(regions, ring.asynchronous)
+            return buffer
+    # Each piece must fit a part.
+    aligned = -(-moves.largest_bytes // _ALIGNMENT) * _ALIGNMENT
+    part_bytes = min(max(staging.PART_BYTES, aligned), staging.BUFFER_BYTES)
+    ring.divide(part_bytes, moves.dtype, staging.PARTS)
+    return None
 
 
 def _collecting_pays(costs: CopyCosts, moves: Moves) -> bool:

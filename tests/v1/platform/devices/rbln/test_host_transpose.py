@@ -25,13 +25,39 @@ from lmcache import kv_transpose
 from lmcache.v1.platform.devices.rbln import native
 from lmcache.v1.platform.devices.rbln.host_transpose import (
     THREADS_ENV_VAR,
-    _NativeTransposition,
-    _TorchTransposition,
+    TorchTransposition,
     transpose_threads,
 )
 from lmcache.v1.platform.devices.rbln.native import TILE_COLUMNS
 
 DTYPES = {1: torch.float8_e4m3fn, 2: torch.bfloat16, 4: torch.float32, 8: torch.int64}
+
+
+class NativeTransposition:
+    """The extension with the interface of torch's."""
+
+    def __init__(self, chunk_views: list[torch.Tensor], threads: int) -> None:
+        heads, head_size = chunk_views[0].shape[3:]
+        self._row_bytes = head_size * chunk_views[0].element_size()
+        self._threads = threads
+        self._chunks = [
+            view.as_strided(
+                (*view.shape[:3], heads * head_size), (*view.stride()[:3], 1)
+            )
+            .view(torch.uint8)
+            .numpy()
+            for view in chunk_views
+        ]
+
+    def gather(self, staging: torch.Tensor, tiles: np.ndarray) -> None:
+        kv_transpose.gather(
+            staging.numpy(), self._chunks, self._row_bytes, tiles, self._threads
+        )
+
+    def scatter(self, staging: torch.Tensor, tiles: np.ndarray) -> None:
+        kv_transpose.scatter(
+            staging.numpy(), self._chunks, self._row_bytes, tiles, self._threads
+        )
 
 
 @pytest.fixture(autouse=True)
@@ -124,9 +150,9 @@ def test_native_and_torch_write_the_same_bytes(
         views = chunk_views(job, storages)
         staging = random_bytes(job["staging_bytes"], job["seed"] + 2)
         host = (
-            _NativeTransposition(kv_transpose, views, job["threads"])
+            NativeTransposition(views, job["threads"])
             if natively
-            else _TorchTransposition(views)
+            else TorchTransposition(views)
         )
         (host.gather if gathers else host.scatter)(staging, job["tiles"])
         results.append([*storages, staging])
@@ -152,7 +178,7 @@ def test_against_plain_indexing() -> None:
                     wanted[plane, 1, 5 + block * 3 + slot, 1 + head] = source[
                         block, plane, head, slot
                     ]
-    host = _NativeTransposition(kv_transpose, [chunk], 1)
+    host = NativeTransposition([chunk], 1)
     host.gather(staged.view(torch.uint8), tiles)
     assert np.array_equal(chunk.numpy(), wanted)
     back = torch.zeros_like(staged)
@@ -218,7 +244,7 @@ def test_threads_share_the_helpers() -> None:
     staged = torch.arange(8 * 512 * 64, dtype=torch.int32).to(torch.int16)
     tiles = [[0, 0, i // 2, i % 2, 1, 0, 1, 512, 0, 8] for i in range(4)]
     wanted = staged.view(8, 512, 64).transpose(0, 1)
-    host = _NativeTransposition(kv_transpose, [chunk], 3)
+    host = NativeTransposition([chunk], 3)
 
     def work(tile: list[int]) -> None:
         for _ in range(50):

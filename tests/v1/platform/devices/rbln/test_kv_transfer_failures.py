@@ -33,13 +33,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lmcache.v1.platform.devices.rbln import (
     device_staging,
     kv_transfer,
-    native,
     ring,
     staging,
 )
 from lmcache.v1.platform.devices.rbln.staging import StagingPool
 
-pytestmark = [pytest.mark.npu, pytest.mark.deferred]
+pytestmark = [
+    pytest.mark.npu,
+    pytest.mark.deferred,
+    pytest.mark.usefixtures("pipeline"),
+]
 
 CASE = Case("blocks_first", 8, 4, 4, 128, 64, torch.float16)
 BUFFERS = 2
@@ -78,18 +81,6 @@ class FailAt(TorchDispatchMode):
             if self._left <= 0:
                 raise Failure("planted")
         return func(*args, **(kwargs or {}))
-
-
-@pytest.fixture(params=["native", "python"], autouse=True)
-def pipeline(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[str]:
-    """Who issues the copies."""
-    if request.param == "python":
-        monkeypatch.setitem(sys.modules, "lmcache.kv_transpose", None)
-    native.kv_transpose.cache_clear()
-    yield request.param
-    native.kv_transpose.cache_clear()
 
 
 @pytest.mark.parametrize("to_chunks", [True, False])

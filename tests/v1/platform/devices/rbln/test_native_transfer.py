@@ -47,6 +47,7 @@ def arguments_of(
         "layers": layers,
         "strides": geometry.strides[:-1],
         "parts": parts,
+        "collector": None,
         "batch_bytes": parts[0].nbytes,
         "chunks": [chunk_view(chunk, geometry) for chunk in chunks],
         "pieces": np.array(pieces, dtype=np.int64).reshape(-1, len(Piece._fields)),
@@ -65,6 +66,7 @@ def arguments_of(
     batch=st.integers(1, 200),
     threads=st.integers(1, 3),
     to_host=st.booleans(),
+    collects=st.booleans(),
     data=st.data(),
 )
 @settings(max_examples=300, deadline=None)
@@ -79,6 +81,7 @@ def test_moves_what_plain_indexing_does(
     batch: int,
     threads: int,
     to_host: bool,
+    collects: bool,
     data: st.DataObject,
 ) -> None:
     blocks, heads, slots, size = sizes
@@ -116,6 +119,8 @@ def test_moves_what_plain_indexing_does(
         case, geometry, layers, chunks, pieces, list(staging.split(elements))
     )
     arguments["batch_bytes"] = batch * dtype.itemsize
+    if collects:
+        arguments["collector"] = torch.zeros(elements + 1, dtype=dtype)[1:]
     kv_transpose.transfer(to_host, **arguments, threads=threads)
 
     assert_same_bytes([memory, *chunks], [wanted_memory, *wanted])
@@ -177,6 +182,10 @@ def of_piece(**change: int) -> Any:
         (lambda old: {"parts": [p[::2] for p in old["parts"]]}, "one dense axis"),
         (lambda old: {"parts": [p.view(2, -1) for p in old["parts"]]}, "one dense"),
         (lambda old: {"parts": [old["parts"][0], old["parts"][1][1:]]}, "254 bytes"),
+        (lambda old: {"collector": old["parts"][0].float()}, "a collector of"),
+        (lambda old: {"collector": old["parts"][0][1:]}, "at least 256 bytes"),
+        (lambda old: {"collector": old["parts"][0].view(2, -1)}, "one dense axis"),
+        (lambda old: {"collector": old["parts"][0].to("meta")}, "and device"),
         (lambda _: {"batch_bytes": 0}, "batch_bytes of at least 1"),
         (lambda _: {"chunks": []}, "chunks"),
         (lambda old: {"chunks": [c[0] for c in old["chunks"]]}, "chunks"),
