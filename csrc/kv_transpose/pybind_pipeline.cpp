@@ -3,6 +3,7 @@
 // transfer() of the Python module lmcache.kv_transpose.
 #include "pybind_pipeline.h"
 
+#include <ATen/EmptyTensor.h>
 #include <pybind11/numpy.h>
 #include <torch/extension.h>
 
@@ -26,6 +27,20 @@ void require(bool holds, const char* wanted) {
   if (!holds) throw py::value_error(std::string("wanted ") + wanted);
 }
 
+/// Whether a host tensor has the memory that its shape and strides speak of.
+bool has_memory(const at::Tensor& tensor) {
+  if (!tensor.has_storage() || tensor.is_neg() || tensor.is_conj()) return false;
+  const auto wanted = at::detail::computeStorageNbytes(
+      tensor.sizes(), tensor.strides(), tensor.itemsize(),
+      static_cast<size_t>(tensor.storage_offset()));
+  return tensor.storage().data() != nullptr && wanted <= tensor.storage().nbytes();
+}
+
+/// Bytes between the items of an axis; those of a single one may be anything.
+int64_t byte_stride(const at::Tensor& tensor, int64_t axis) {
+  return tensor.size(axis) == 1 ? 0 : tensor.stride(axis) * tensor.element_size();
+}
+
 kv::Chunk as_chunk(const at::Tensor& chunk, const at::Tensor& first) {
   require(chunk.device().is_cpu() && chunk.dim() == 5,
           "chunks [planes, layers, tokens, heads, head size] in host memory");
@@ -37,14 +52,14 @@ kv::Chunk as_chunk(const at::Tensor& chunk, const at::Tensor& first) {
   require((chunk.stride(4) == 1 || head_size == 1) &&
               (chunk.stride(3) == head_size || heads == 1),
           "chunks with dense heads");
-  const int64_t bytes = chunk.element_size();
+  require(has_memory(chunk), "chunks with memory of their own");
   return {static_cast<char*>(chunk.data_ptr()),
           chunk.size(0),
           chunk.size(1),
           chunk.size(2),
-          chunk.stride(0) * bytes,
-          chunk.stride(1) * bytes,
-          chunk.stride(2) * bytes};
+          byte_stride(chunk, 0),
+          byte_stride(chunk, 1),
+          byte_stride(chunk, 2)};
 }
 
 std::optional<size_t> first_unlike(const Tensors& tensors) {
@@ -81,6 +96,9 @@ void transfer(bool to_host, Tensors layers, const std::array<int64_t, 4>& stride
   job.parts = std::move(parts);
   if (collector) job.collector = *collector;
   job.batch_bytes = batch_bytes;
+  for (const at::Tensor& part : job.parts) {
+    require(has_memory(part), "parts with memory of their own");
+  }
   for (const at::Tensor& chunk : chunks) {
     job.chunks.push_back(as_chunk(chunk, chunks.front()));
   }
@@ -120,7 +138,7 @@ Args:
     layers: Tensors of one element type, on one device.
     strides: Elements between the blocks, planes, heads and slots of every layer. A
         piece is contiguous: [blocks, planes, heads, slots, head size].
-    parts: Staging of that type, 1-D, in host memory.
+    parts: Staging of that type, 1-D, in host memory; they do not overlap.
     collector: 1-D device memory of that type, as large as a part, in which the pieces
         of a batch are collected to cross to or from the host as one copy; or None.
     batch_bytes: Bytes that are staged in a part at a time, unless a piece is larger.
@@ -131,7 +149,8 @@ Args:
     threads: Threads that transpose at most, the caller included.
 
 Raises:
-    ValueError: An argument is not as above, or a piece does not lie inside of its
-        layers, of a part or of its chunk. No copy has been issued then.
+    ValueError: A tensor or number is not as above, or a piece does not lie inside of
+        the memory that its layers are views of, of a part or of its chunk. No copy has
+        been issued then.
     RuntimeError: A copy fails. Copies before it may be in flight.)");
 }

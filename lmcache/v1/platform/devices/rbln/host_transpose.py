@@ -45,7 +45,7 @@ def transpose_threads() -> int:
     """
     raw = os.environ.get(THREADS_ENV_VAR, "").strip()
     if not raw:
-        spare = len(os.sched_getaffinity(0)) - 1
+        spare = len(os.sched_getaffinity(os.getpid())) - 1
         return max(1, min(MAX_DEFAULT_THREADS, spare))
     if not raw.isascii() or not raw.isdigit() or not 1 <= int(raw) <= MAX_THREADS:
         raise ValueError(

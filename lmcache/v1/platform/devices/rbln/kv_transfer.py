@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Byte movement between paged RBLN KV blocks and token-major host chunks.
 
-Device copies run asynchronously on the current stream of the calling thread,
-through a ring of pinned buffers: while one buffer is transposed on the host, the
-copies of the next ones are in flight. A buffer is read on the host, or used again,
-only after the event recorded behind its copies has completed. When a transfer
-returns, every copy it issued is complete in both directions.
+Device copies run asynchronously on the current stream of the calling thread, through
+parts of pinned buffers: while one part is transposed on the host, the copies of the
+next ones are in flight. A part is read on the host, or used again, only after the
+event recorded behind its copies has completed. When a transfer returns, every copy it
+issued is complete in both directions. ``lmcache.kv_transpose`` does this in one call;
+what is here for Python is the same where the extension is missing.
 
 Callers run these functions under ``torch.inference_mode()``.
 """

@@ -88,10 +88,9 @@ class Ring:
     def __enter__(self) -> Ring:
         # A loan that an interrupt keeps from being stored is dropped: it has ended.
         self._pool = _pool()
-        self._host = self._pool.borrow(staging.RING_BUFFERS)
-        self._loans_seen = self._pool.loans
-        self._loans.append(self._host)
         try:
+            self._loans.append(self._pool.borrow(staging.RING_BUFFERS))
+            self._loans_seen = self._pool.loans
             if self.asynchronous:
                 self._stream = torch_rbln().current_stream(self._device)
         except BaseException:
@@ -102,7 +101,7 @@ class Ring:
     @property
     def buffers(self) -> list[torch.Tensor]:
         """The borrowed host buffers."""
-        return self._host.buffers
+        return self._loans[0].buffers
 
     def divide(self, part_bytes: int, dtype: torch.dtype, max_parts: int) -> None:
         """Stage in parts of buffers from now on.
@@ -116,7 +115,7 @@ class Ring:
         """
         parts = min(max_parts, staging.BUFFER_BYTES // part_bytes)
         if parts >= _ENOUGH_PARTS:
-            self._host.keep(1)
+            self._loans[0].keep(1)
         self.part_bytes = part_bytes
         self.parts = [
             buffer[start : start + part_bytes]

@@ -3,14 +3,16 @@
 
 One pool serves every thread of a process. It never grows past its capacity: a
 transfer that finds no free buffer waits for another to give one back, so memory is
-the same with one thread as with eight. A transfer waits only for its *first*
-buffer, and a transfer that holds one can always finish, so waiting cannot deadlock.
+the same with one thread as with eight. Those who wait are served in order. A transfer
+waits only for its *first* buffer, and a transfer that holds one can always finish, so
+waiting cannot deadlock.
 """
 
 # Future
 from __future__ import annotations
 
 # Standard
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Generic, TypeVar
@@ -101,10 +103,13 @@ class Loan:
     Attributes:
         slots: Where the buffers come from.
         ended: Whether they have been given back.
+        called: Has an item when the pool may have a buffer. It is of C: no interrupt
+            leaves it half taken.
     """
 
     def __init__(self, pool: StagingPool) -> None:
         self._pool = pool
+        self.called: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.slots: list[_Slot] = []
         self.ended = False
 
@@ -151,7 +156,7 @@ class StagingPool:
         max_loans: Loans at a time, by default as many as there are buffers.
 
     Attributes:
-        loans: How many there have been.
+        loans: How many there have been, without those that still wait.
     """
 
     def __init__(
@@ -163,9 +168,9 @@ class StagingPool:
         self._make_buffer = make_buffer
         self._max_loans = max_loans or num_buffers
         self._slots = [_Slot() for _ in range(num_buffers)]
-        # A plain lock and this queue are of C: no interrupt leaves them half taken.
+        # Those who have no buffer yet, the first one being served.
+        self._line: deque[weakref.ref[Loan]] = deque()
         self._lock = threading.Lock()
-        self._returned: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._warned = False
         self.loans = 0
 
@@ -183,24 +188,14 @@ class StagingPool:
             Exception: If no buffer can be made, and none is there to wait for.
         """
         loan = Loan(self)
-        with self._lock:
-            self.loans += 1
-        failure: Exception | None = None
-        while True:
-            self._assign(loan, want, only_made=failure is not None)
-            try:
-                for slot in loan.slots:
-                    if slot.buffer is None:
-                        slot.buffer = self._make_buffer()
-            except Exception as exc:
-                failure = exc
-                self._warn_of_fewer(exc)
-            loan.keep_made()
-            if loan.slots:
-                return loan
-            if failure is not None and not self.lent():
-                raise failure
-            self._wait()
+        try:
+            self._fill(loan, want)
+        except BaseException:
+            # Whoever keeps the exception must not keep a place in the line.
+            loan.__exit__()
+            raise
+        self.wake()
+        return loan
 
     def lent(self) -> int:
         """Return how many buffers are borrowed right now."""
@@ -213,9 +208,11 @@ class StagingPool:
             return sum(slot.busy and not slot.lent() for slot in self._slots)
 
     def wake(self) -> None:
-        """Let those who wait for a buffer look again."""
-        for _ in range(len(self._slots) - self._returned.qsize()):
-            self._returned.put(None)
+        """Let the first in line look again, if there is something for it."""
+        with self._lock:
+            first = self._first_in_line() if self._free() else None
+        if first is not None:
+            first.called.put(None)
 
     def close(self) -> None:
         """Free the idle buffers; a transfer under way keeps its own until it ends."""
@@ -224,19 +221,42 @@ class StagingPool:
                 if not slot.busy and not slot.lent():
                     slot.buffer = None
 
-    def _assign(self, loan: Loan, want: int, only_made: bool) -> None:
-        """Lend up to ``want`` free slots, those with a buffer first."""
+    def _fill(self, loan: Loan, want: int) -> None:
+        """Wait in line until the loan has 1 to ``want`` buffers."""
         with self._lock:
-            present = [slot for slot in self._slots if not slot.busy or slot.lent()]
-            if not present:
+            self._line.append(weakref.ref(loan))
+        failure: Exception | None = None
+        while True:
+            self._assign(loan, want, only_made=failure is not None)
+            try:
+                for slot in loan.slots:
+                    if slot.buffer is None:
+                        slot.buffer = self._make_buffer()
+            except Exception as exc:
+                failure = exc
+                self._warn_of_fewer(exc)
+            loan.keep_made()
+            if loan.slots:
+                break
+            if failure is not None and not self.lent():
+                raise failure
+            with suppress(queue.Empty):
+                loan.called.get(timeout=_LOOK_AGAIN)
+        with self._lock:
+            self.loans += 1
+            self._line.popleft()
+
+    def _assign(self, loan: Loan, want: int, only_made: bool) -> None:
+        """Lend the first in line up to ``want`` slots, those with a buffer first."""
+        with self._lock:
+            if all(slot.busy and not slot.lent() for slot in self._slots):
                 raise RuntimeError(
                     f"all {len(self._slots)} staging buffers are lost to device copies "
                     "that failed; restart the process to use the NPU again"
                 )
-            lent = [slot for slot in present if slot.lent()]
-            if len({slot.loan() for slot in lent if slot.loan}) >= self._max_loans:
+            if self._first_in_line() is not loan:
                 return
-            free = [slot for slot in present if slot not in lent]
+            free = self._free()
             if only_made:
                 free = [slot for slot in free if slot.buffer is not None]
             free.sort(key=lambda slot: slot.buffer is None)
@@ -244,10 +264,21 @@ class StagingPool:
                 slot.loan = weakref.ref(loan)
                 loan.slots.append(slot)
 
-    def _wait(self) -> None:
-        """Wait until a buffer may have come back."""
-        with suppress(queue.Empty):
-            self._returned.get(timeout=_LOOK_AGAIN)
+    def _first_in_line(self) -> Loan | None:
+        """Return who is to be served next; the lock is held."""
+        while self._line:
+            first = self._line[0]()
+            if first is not None and not first.ended:
+                return first
+            self._line.popleft()
+        return None
+
+    def _free(self) -> list[_Slot]:
+        """Return what may be lent now; the lock is held."""
+        lent = [slot for slot in self._slots if slot.lent()]
+        if len({slot.loan() for slot in lent if slot.loan}) >= self._max_loans:
+            return []
+        return [slot for slot in self._slots if not slot.busy and slot not in lent]
 
     def _warn_of_fewer(self, exc: Exception) -> None:
         with self._lock:
@@ -267,7 +298,8 @@ def max_transfers() -> int:
     Each keeps a CPU busy. With more of them than CPUs none is done sooner, and they
     push one another's staging out of the cache.
     """
-    return len(os.sched_getaffinity(0))
+    # Of the main thread: others may be bound to fewer.
+    return len(os.sched_getaffinity(os.getpid()))
 
 
 def staging_buffers_setting() -> int:

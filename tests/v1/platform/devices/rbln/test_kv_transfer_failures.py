@@ -171,7 +171,7 @@ def test_an_interrupt_anywhere_loses_no_capacity(
     chunk = random_bits(case.chunk_shape(16), case.dtype, 9)
     monkeypatch.setattr(staging, "BUFFER_BYTES", 1024)
     monkeypatch.setattr(device_staging, "_pools", {})
-    monkeypatch.setattr(ring, "_process_pool", StagingPool(3, ring._make_buffer))
+    monkeypatch.setattr(ring, "_process_pool", StagingPool(3, ring._make_buffer, 2))
     monkeypatch.setattr(kv_transfer, "MIN_PIECES_TO_COLLECT", 2)
     monkeypatch.setattr(kv_transfer, "_collecting_pays", lambda *_: collects)
     stream = torch.rbln.current_stream("rbln:0")
@@ -182,7 +182,7 @@ def test_an_interrupt_anywhere_loses_no_capacity(
     work()
     struck = lost = 0
     for line in itertools.count(1):
-        small = StagingPool(3, ring._make_buffer)
+        small = StagingPool(3, ring._make_buffer, 2)
         monkeypatch.setattr(ring, "_process_pool", small)
         if not InterruptAt(line).strikes(work):
             break

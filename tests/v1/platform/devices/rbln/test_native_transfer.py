@@ -153,6 +153,13 @@ def of_piece(**change: int) -> Any:
     return changed
 
 
+def without_memory(like: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose storage was freed."""
+    tensor = torch.empty(like.shape, dtype=like.dtype)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -188,6 +195,8 @@ def of_piece(**change: int) -> Any:
         (lambda old: {"collector": old["parts"][0].to("meta")}, "and device"),
         (lambda _: {"batch_bytes": 0}, "batch_bytes of at least 1"),
         (lambda _: {"chunks": []}, "chunks"),
+        (lambda old: {"chunks": [without_memory(old["chunks"][0])]}, "with memory"),
+        (lambda old: {"parts": [without_memory(old["parts"][0])]}, "with memory"),
         (lambda old: {"chunks": [c[0] for c in old["chunks"]]}, "chunks"),
         (lambda old: {"chunks": [old["chunks"][0].float()]}, "element type"),
         (lambda old: {"chunks": [old["chunks"][0].mT]}, "dense heads|tile"),

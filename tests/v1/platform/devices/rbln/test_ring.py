@@ -5,9 +5,11 @@
 from __future__ import annotations
 
 # Standard
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 import os
 import threading
+import time
 
 # Third Party
 from kv_reference import (
@@ -45,7 +47,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
         return buffers[-1]
 
     capacity = (DEFAULT_STAGING_MIB << 20) // BUFFER_BYTES
-    monkeypatch.setattr(ring, "_process_pool", StagingPool(capacity, make_buffer))
+    monkeypatch.setattr(ring, "_process_pool", StagingPool(capacity, make_buffer, 2))
     return buffers
 
 
@@ -74,15 +76,17 @@ def test_as_many_transfers_stage_at_a_time_as_there_are_cpus(
     pool = ring._pool()
     pool.close()
     case = Case("kv_first", 2, 3, 2, 16, 32, torch.float16)
-    with pool.borrow(1), pool.borrow(1):
-        waiting = threading.Thread(
-            target=check_both_directions, args=(case, "rbln:0", [2, 0, 1], 3)
-        )
-        waiting.start()
-        waiting.join(0.2)
-        assert waiting.is_alive()
-        assert pool.lent() == 2
-    waiting.join()
+    with ThreadPoolExecutor(1) as executor:
+        with pool.borrow(1), pool.borrow(1):
+            result = executor.submit(
+                check_both_directions, case, "rbln:0", [2, 0, 1], 3
+            )
+            while not pool._line:
+                assert not result.done()
+                time.sleep(0.001)
+            assert not result.done()
+            assert pool.lent() == 2
+        result.result(timeout=60)
     assert pool.lent() == 0
     pool.close()
 

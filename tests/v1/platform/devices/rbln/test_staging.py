@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import MagicMock
 import threading
+import time
 
 # Third Party
 import pytest
@@ -87,6 +88,83 @@ def test_a_waiting_thread_gets_the_buffer_that_is_returned() -> None:
             assert not got.wait(0.05)
         result.result(timeout=60)
     assert got.is_set()
+
+
+def test_those_who_wait_are_served_in_order() -> None:
+    pool = StagingPool(1, Maker())
+    served: list[int] = []
+
+    def wait(number: int) -> None:
+        with pool.borrow(1):
+            served.append(number)
+
+    with ThreadPoolExecutor(12) as executor:
+        with pool.borrow(1):
+            results = []
+            for number in range(12):
+                results.append(executor.submit(wait, number))
+                while len(pool._line) <= number:
+                    time.sleep(0.001)
+        for result in results:
+            result.result(timeout=60)
+    assert served == list(range(12))
+
+
+@pytest.mark.parametrize(("max_loans", "threads"), [(1, 3), (2, 5), (None, 12)])
+def test_no_thread_starves(max_loans: int | None, threads: int) -> None:
+    """Also beside others that borrow again at once."""
+    pool = StagingPool(8, Maker(), max_loans)
+    start = threading.Barrier(threads)
+    counts = [0] * threads
+    most = 0
+    until = threading.Event()
+
+    def work(thread: int) -> None:
+        nonlocal most
+        start.wait()
+        while not until.is_set():
+            with pool.borrow(1):
+                most = max(most, pool.lent())
+                time.sleep(0.0005)
+            counts[thread] += 1
+            if sum(counts) > 60 * threads:
+                until.set()
+
+    with ThreadPoolExecutor(threads) as executor:
+        for result in [executor.submit(work, i) for i in range(threads)]:
+            result.result(timeout=60)
+    assert most <= (max_loans or 8)
+    assert min(counts) > 20
+
+
+def test_an_interrupt_that_somebody_keeps_holds_no_place() -> None:
+    interrupts = iter([KeyboardInterrupt, None, None])
+
+    def make() -> torch.Tensor:
+        interrupt = next(interrupts)
+        if interrupt is not None:
+            raise interrupt
+        return torch.zeros(1)
+
+    pool = StagingPool(2, make, max_loans=1)
+    with pytest.raises(KeyboardInterrupt) as kept:
+        pool.borrow(2)
+    assert (pool.lent(), pool.loans) == (0, 0)
+    with pool.borrow(2) as loan:
+        assert len(loan.buffers) == 2
+    assert kept.value.__traceback__ is not None
+
+
+def test_only_loans_that_were_made_are_counted() -> None:
+    pool = StagingPool(2, Maker(), max_loans=1)
+    with ThreadPoolExecutor(1) as executor:
+        with pool.borrow(1):
+            result = executor.submit(pool.borrow, 1)
+            while not pool._line:
+                time.sleep(0.001)
+            assert (pool.loans, pool.lent()) == (1, 1)
+        result.result(timeout=60).__exit__()
+    assert (pool.loans, pool.lent()) == (2, 0)
 
 
 def test_a_buffer_given_back_early_serves_another_ring() -> None:
