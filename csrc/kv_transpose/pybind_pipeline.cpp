@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// transfer() of the Python module lmcache.kv_transpose.
+// transfer() and first_unlike() of the Python module lmcache.kv_transpose.
 #include "pybind_pipeline.h"
 
 #include <ATen/EmptyTensor.h>
@@ -52,7 +52,7 @@ kv::Chunk as_chunk(const at::Tensor& chunk, const at::Tensor& first) {
   require((chunk.stride(4) == 1 || head_size == 1) &&
               (chunk.stride(3) == head_size || heads == 1),
           "chunks with dense heads");
-  require(has_memory(chunk), "chunks with memory of their own");
+  require(has_memory(chunk), "chunks with the memory that their shape needs");
   return {static_cast<char*>(chunk.data_ptr()),
           chunk.size(0),
           chunk.size(1),
@@ -97,7 +97,7 @@ void transfer(bool to_host, Tensors layers, const std::array<int64_t, 4>& stride
   if (collector) job.collector = *collector;
   job.batch_bytes = batch_bytes;
   for (const at::Tensor& part : job.parts) {
-    require(has_memory(part), "parts with memory of their own");
+    require(has_memory(part), "parts with the memory that their shape needs");
   }
   for (const at::Tensor& chunk : chunks) {
     job.chunks.push_back(as_chunk(chunk, chunks.front()));

@@ -3,5 +3,5 @@
 
 #include <pybind11/pybind11.h>
 
-/// Defines transfer() in the module.
+/// Defines transfer(), first_unlike() and PIECE_COLUMNS in the module.
 void define_transfer(pybind11::module_& module);

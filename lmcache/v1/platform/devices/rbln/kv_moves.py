@@ -139,10 +139,6 @@ class Moves:
         """Return the elements of some consecutive moves."""
         return self._end(batch.stop) - self._end(batch.start)
 
-    def bytes_of(self, batch: range) -> int:
-        """Return the bytes of some consecutive moves."""
-        return self.elements_of(batch) * self.dtype.itemsize
-
     def tiles_of(self, batch: range) -> np.ndarray:
         """Return the tiles of some consecutive moves."""
         return self.tiles[batch.start : batch.stop]

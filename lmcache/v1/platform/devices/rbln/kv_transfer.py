@@ -6,7 +6,7 @@ parts of pinned buffers: while one part is transposed on the host, the copies of
 next ones are in flight. A part is read on the host, or used again, only after the
 event recorded behind its copies has completed. When a transfer returns, every copy it
 issued is complete in both directions. ``lmcache.kv_transpose`` does this in one call;
-what is here for Python is the same where the extension is missing.
+the Python pipeline here does the same where the extension is missing.
 
 Callers run these functions under ``torch.inference_mode()``.
 """
@@ -62,7 +62,8 @@ from lmcache.v1.platform.devices.rbln.ring import (
 
 #: With fewer pieces than this a transfer's time is not in their fixed cost.
 MIN_PIECES_TO_COLLECT = 16
-#: A transfer is cut into this many batches at least, unless they get too small.
+#: A transfer is cut into this many batches at least, unless they get too small or its
+#: pieces are larger.
 MIN_BATCHES = 24
 MIN_BATCH_BYTES = 256 << 10
 #: Parts of a buffer start at multiples of this many bytes.

@@ -14,7 +14,7 @@ from lmcache.v1.platform.devices.rbln.staging import once
 
 logger = init_logger(__name__)
 
-#: What the rows of its two tables are; it tells those that it was built with.
+#: Columns of its two tables; the extension says which ones it was built with.
 TILE_COLUMNS = (
     "staged",
     "chunk",
@@ -54,7 +54,7 @@ def kv_transpose() -> ModuleType | None:
             f"pieces of {', '.join(columns[1])}"
         )
     except Exception as exc:
-        # Whatever an extension of another build raises, torch does the same.
+        # Whatever an extension of another build raises, torch can do the work instead.
         reason = f"it can't be imported: {exc}"
     logger.warning(
         "KV blocks are copied and transposed by torch and Python, several times "

@@ -4,8 +4,8 @@
 One pool serves every thread of a process. It never grows past its capacity: a
 transfer that finds no free buffer waits for another to give one back, so memory is
 the same with one thread as with eight. Those who wait are served in order. A transfer
-waits only for its *first* buffer, and a transfer that holds one can always finish, so
-waiting cannot deadlock.
+waits only for its turn and its *first* buffer, and a transfer that holds one can always
+finish, so waiting cannot deadlock.
 """
 
 # Future
@@ -45,7 +45,8 @@ PARTS = 4
 PART_BYTES = 1 << 20
 
 #: Seconds after which a waiting transfer looks again by itself: a transfer that was
-#: interrupted at a bad moment may not have told that its buffers are back.
+#: interrupted at a bad moment may not have told that its buffers are back, and nobody
+#: tells that all are lost.
 _LOOK_AGAIN = 0.5
 
 
@@ -103,8 +104,8 @@ class Loan:
     Attributes:
         slots: Where the buffers come from.
         ended: Whether they have been given back.
-        called: Has an item when the pool may have a buffer. It is of C: no interrupt
-            leaves it half taken.
+        called: Has an item when the pool may have a buffer. It is written in C: no
+            interrupt leaves it half taken.
     """
 
     def __init__(self, pool: StagingPool) -> None:
@@ -175,7 +176,7 @@ class StagingPool:
         self.loans = 0
 
     def borrow(self, want: int) -> Loan:
-        """Borrow 1 to ``want`` buffers.
+        """Borrow 1 to ``want`` buffers, in order of arrival.
 
         Args:
             want: Buffers the caller can use; more than one only if free right now.
@@ -190,11 +191,11 @@ class StagingPool:
         loan = Loan(self)
         try:
             self._fill(loan, want)
+            self.wake()
         except BaseException:
             # Whoever keeps the exception must not keep a place in the line.
             loan.__exit__()
             raise
-        self.wake()
         return loan
 
     def lent(self) -> int:
@@ -227,27 +228,33 @@ class StagingPool:
             self._line.append(weakref.ref(loan))
         failure: Exception | None = None
         while True:
-            self._assign(loan, want, only_made=failure is not None)
+            self._assign(loan, want, failure)
             try:
                 for slot in loan.slots:
                     if slot.buffer is None:
                         slot.buffer = self._make_buffer()
             except Exception as exc:
-                failure = exc
+                # Without the frames, which would keep a loan that is dropped.
+                failure = exc.with_traceback(None)
                 self._warn_of_fewer(exc)
-            loan.keep_made()
+                loan.keep_made()
+                if not loan.slots:
+                    # There may be one by now that somebody else has made.
+                    continue
             if loan.slots:
                 break
-            if failure is not None and not self.lent():
-                raise failure
             with suppress(queue.Empty):
                 loan.called.get(timeout=_LOOK_AGAIN)
         with self._lock:
             self.loans += 1
             self._line.popleft()
 
-    def _assign(self, loan: Loan, want: int, only_made: bool) -> None:
-        """Lend the first in line up to ``want`` slots, those with a buffer first."""
+    def _assign(self, loan: Loan, want: int, failure: Exception | None) -> None:
+        """Lend the first in line up to ``want`` slots, those with a buffer first.
+
+        After a failure to make a buffer only such slots, and if there is nobody to wait
+        for either, it is raised.
+        """
         with self._lock:
             if all(slot.busy and not slot.lent() for slot in self._slots):
                 raise RuntimeError(
@@ -257,8 +264,10 @@ class StagingPool:
             if self._first_in_line() is not loan:
                 return
             free = self._free()
-            if only_made:
+            if failure is not None:
                 free = [slot for slot in free if slot.buffer is not None]
+                if not free and not any(slot.lent() for slot in self._slots):
+                    raise failure
             free.sort(key=lambda slot: slot.buffer is None)
             for slot in free[:want]:
                 slot.loan = weakref.ref(loan)

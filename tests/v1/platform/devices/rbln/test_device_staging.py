@@ -120,6 +120,8 @@ def test_eight_threads_share_a_few_device_buffers(
         upload(random_bits(case.layer_shape, case.dtype, i), "rbln:0") for i in range(2)
     ]
     monkeypatch.setattr(torch.rbln, "bind_device_memory", bound)
+    # More transfers at a time than device buffers.
+    monkeypatch.setattr(ring, "_process_pool", StagingPool(8, ring._make_buffer))
     start = threading.Barrier(8)
 
     def work(thread: int) -> None:
@@ -250,6 +252,7 @@ def measure_in_threads(
     """Start a transfer, others while it measures, and one more when all have ended."""
     for name in ("_measured", "_measurements", "_pools"):
         monkeypatch.setattr(device_staging, name, {})
+    monkeypatch.setattr(ring, "_process_pool", StagingPool(8, ring._make_buffer))
     monkeypatch.setattr(device_staging, "_fixed_us", probes)
     case = Case("kv_first", 8, 8)
     layers = [

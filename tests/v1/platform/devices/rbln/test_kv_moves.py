@@ -67,9 +67,9 @@ def test_batches_are_packed_without_gaps(
     moves = moves_of(Case(layout, 2, 6), [list(ids[i : i + 2]) for i in (0, 2, 4)])
     batches = list(moves.pack(buffer_bytes))
     assert [i for batch in batches for i in batch] == list(moves.all)
-    assert sum(moves.bytes_of(batch) for batch in batches) == moves.total_bytes
+    assert sum(moves.elements_of(batch) for batch in batches) * 8 == moves.total_bytes
     for number, batch in enumerate(batches):
-        used = moves.bytes_of(batch)
+        used = moves.elements_of(batch) * 8
         assert used <= buffer_bytes or len(batch) == 1
         if number + 1 < len(batches):
             assert used + moves.sizes[batch.stop] * 8 > buffer_bytes

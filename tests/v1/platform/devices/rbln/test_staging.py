@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import MagicMock
+import gc
+import os
 import threading
 import time
 
@@ -135,6 +137,50 @@ def test_no_thread_starves(max_loans: int | None, threads: int) -> None:
             result.result(timeout=60)
     assert most <= (max_loans or 8)
     assert min(counts) > 20
+
+
+@pytest.mark.parametrize("cpus", [1, 2, 64])
+def test_as_many_transfers_stage_at_a_time_as_there_are_cpus(
+    monkeypatch: pytest.MonkeyPatch, cpus: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cpus)))
+    assert staging.max_transfers() == cpus
+
+
+def test_a_buffer_that_comes_back_while_another_is_not_made_is_used() -> None:
+    holds: list[staging.Loan] = []
+
+    def make() -> torch.Tensor:
+        if not holds:
+            return torch.zeros(1)
+        # The only one that memory allows is given back before this one fails.
+        holds.pop().__exit__()
+        raise MemoryError
+
+    pool = StagingPool(2, make)
+    holds.append(pool.borrow(1))
+    with pool.borrow(1) as loan:
+        assert len(loan.buffers) == 1
+
+
+def test_a_loan_that_is_dropped_comes_back_at_once_after_a_failure() -> None:
+    attempts = iter([None, MemoryError])
+
+    def make() -> torch.Tensor:
+        error = next(attempts)
+        if error is not None:
+            raise error
+        return torch.zeros(1)
+
+    pool = StagingPool(2, make)
+    gc.disable()
+    try:
+        loan = pool.borrow(2)
+        assert (len(loan.buffers), pool.lent()) == (1, 1)
+        del loan
+        assert pool.lent() == 0
+    finally:
+        gc.enable()
 
 
 def test_an_interrupt_that_somebody_keeps_holds_no_place() -> None:
