@@ -14,6 +14,8 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
 # Tests that start servers, and so spend their time in other processes than pytest's.
 SERVING_TESTS := tests/e2e tests/examples tests/buildkite
+# Tests that compile, and so keep CPUs busy: they come last, when the others are ending.
+BUILD_TESTS := tests/build
 TESTS := $(wildcard tests sim/tests lmcache-rbln/tests)
 PYTHON_SOURCES := $(wildcard setup.py conftest.py setup_extensions dev lmcache sim \
     lmcache-rbln examples benchmarks tests .buildkite)
@@ -47,8 +49,9 @@ test-others:
 	$(MAKE) -C csrc/kv_transpose test test-asan test-tsan test-portable || status=1; \
 	RBLN_SIM_DEFERRED=1 $(BIN)/python -m pytest tests lmcache-rbln/tests --runtime sim \
 	    -m deferred $(PYTEST_ARGS) || status=1; \
-	$(BIN)/python -m pytest $(TESTS) $(SERVING_TESTS:%=--ignore=%) $(PYTEST_ARGS) \
-	    || status=1; \
+	$(BIN)/python -m pytest $(TESTS) $(SERVING_TESTS:%=--ignore=%) \
+	    $(BUILD_TESTS:%=--ignore=%) $(PYTEST_ARGS) || status=1; \
+	$(BIN)/python -m pytest $(BUILD_TESTS) $(PYTEST_ARGS) || status=1; \
 	exit $$status
 
 lint: setup

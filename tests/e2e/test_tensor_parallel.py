@@ -162,6 +162,9 @@ class Engines:
             "kv_connector_extra_config": {
                 "lmcache.mp.host": f"tcp://{HOST}",
                 "lmcache.mp.port": self.cache.port,
+                # An engine that compiles beside other tests answers late, and would
+                # go on without LMCache. A third of the server's own patience.
+                "lmcache.mp.heartbeat_interval": 40.0,
             },
         }
         common = {"prompts": self.prompts[case.name], "new_tokens": NEW_TOKENS}
