@@ -40,6 +40,19 @@ class Maker:
         return torch.zeros(16, dtype=torch.uint8)
 
 
+def maker_of(*attempts: type[BaseException] | None) -> Callable[[], torch.Tensor]:
+    """Return what makes a buffer, or raises, as it is told for each attempt."""
+    left = iter(attempts)
+
+    def make() -> torch.Tensor:
+        error = next(left)
+        if error is not None:
+            raise error
+        return torch.zeros(1)
+
+    return make
+
+
 def test_buffers_are_made_on_demand_and_reused() -> None:
     maker = Maker()
     pool = StagingPool(4, maker)
@@ -164,15 +177,7 @@ def test_a_buffer_that_comes_back_while_another_is_not_made_is_used() -> None:
 
 
 def test_a_loan_that_is_dropped_comes_back_at_once_after_a_failure() -> None:
-    attempts = iter([None, MemoryError])
-
-    def make() -> torch.Tensor:
-        error = next(attempts)
-        if error is not None:
-            raise error
-        return torch.zeros(1)
-
-    pool = StagingPool(2, make)
+    pool = StagingPool(2, maker_of(None, MemoryError))
     gc.disable()
     try:
         loan = pool.borrow(2)
@@ -184,15 +189,7 @@ def test_a_loan_that_is_dropped_comes_back_at_once_after_a_failure() -> None:
 
 
 def test_an_interrupt_that_somebody_keeps_holds_no_place() -> None:
-    interrupts = iter([KeyboardInterrupt, None, None])
-
-    def make() -> torch.Tensor:
-        interrupt = next(interrupts)
-        if interrupt is not None:
-            raise interrupt
-        return torch.zeros(1)
-
-    pool = StagingPool(2, make, max_loans=1)
+    pool = StagingPool(2, maker_of(KeyboardInterrupt, None, None), max_loans=1)
     with pytest.raises(KeyboardInterrupt) as kept:
         pool.borrow(2)
     assert (pool.lent(), pool.loans) == (0, 0)
@@ -232,15 +229,7 @@ def test_buffers_come_back_after_an_exception() -> None:
 
 
 def test_a_failed_allocation_loses_no_capacity() -> None:
-    attempts = iter([MemoryError, None, None])
-
-    def make() -> torch.Tensor:
-        error = next(attempts)
-        if error is not None:
-            raise error
-        return torch.zeros(1)
-
-    pool = StagingPool(2, make)
+    pool = StagingPool(2, maker_of(MemoryError, None, None))
     with pytest.raises(MemoryError), pool.borrow(2):
         pass
     with pool.borrow(2) as loan:
