@@ -5,9 +5,11 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
+#include <chrono>
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <utility>
 
 namespace kv_transpose {
@@ -152,6 +154,18 @@ at::Tensor view(const at::Tensor& tensor, int64_t first, int64_t size) {
                         tensor.storage_offset() + first);
 }
 
+/// How long to look for the end of a part's copies before sleeping until it: about as
+/// long as they take. A thread that sleeps is woken late, once per part.
+constexpr std::chrono::microseconds kPollTime{100};
+
+void wait_for(c10::Event& copied) {
+  using Clock = std::chrono::steady_clock;
+  const Clock::time_point end = Clock::now() + kPollTime;
+  // Others that want this CPU have it.
+  while (!copied.query() && Clock::now() < end) std::this_thread::yield();
+  copied.synchronize();
+}
+
 /// One transfer under way.
 class Pipeline {
  public:
@@ -191,7 +205,7 @@ class Pipeline {
 
   /// Waits for the copies of a batch. Its part is free then.
   void finish(size_t batch) {
-    if (stream_) part_of(batch).copied->synchronize();
+    if (stream_) wait_for(*part_of(batch).copied);
     if (to_host()) transpose(batch);
   }
 
