@@ -55,6 +55,8 @@ class Stream : public std::enable_shared_from_this<Stream> {
   Failed* failure_before(uint64_t ticket);
   void start();
   void run();
+  // Look for work for a while. Wants the lock free.
+  void poll() const;
   void attempt(const std::function<void()>& work);
 
   const uint64_t handle_;
