@@ -34,6 +34,18 @@ from lmcache.v1.platform.ops_types import PageBufferShapeDesc
 #: A native enum; what it offers is not known to type checkers.
 _Enum = TypeVar("_Enum", bound=Any)
 
+#: What a shape descriptor says of the layers.
+_DESCRIBED = (
+    "bs",
+    "nb",
+    "nl",
+    "nh",
+    "hs",
+    "kv_size",
+    "element_size",
+    "block_stride_elems",
+)
+
 
 class RblnDeviceOps(DeviceOps):
     """Operations on RBLN tensors. Any number of threads may call them at once."""
@@ -197,20 +209,32 @@ def _require_shape_desc(geometry: KVGeometry, shape_desc: PageBufferShapeDesc) -
         raise ValueError(f"shape_desc wants a PageBufferShapeDesc, got {shape_desc!r}")
     # Zero or less: the blocks are as dense as their shape says.
     stride = int(getattr(shape_desc, "block_stride_elems", 0) or 0)
-    facts = {
-        "bs": (shape_desc.bs, geometry.block_size),
-        "nb": (shape_desc.nb, geometry.num_blocks),
-        "nl": (shape_desc.nl, geometry.num_layers),
-        "nh": (shape_desc.nh, geometry.num_heads),
-        "hs": (shape_desc.hs, geometry.head_size),
-        "kv_size": (shape_desc.kv_size, geometry.num_planes),
-        "element_size": (shape_desc.element_size, geometry.dtype.itemsize),
-        "block_stride_elems": (stride, geometry.strides[0] if stride > 0 else stride),
-    }
-    for name, (described, actual) in facts.items():
-        if int(described) != actual:
+    described = (
+        shape_desc.bs,
+        shape_desc.nb,
+        shape_desc.nl,
+        shape_desc.nh,
+        shape_desc.hs,
+        shape_desc.kv_size,
+        shape_desc.element_size,
+        stride,
+    )
+    actual = (
+        geometry.block_size,
+        geometry.num_blocks,
+        geometry.num_layers,
+        geometry.num_heads,
+        geometry.head_size,
+        geometry.num_planes,
+        geometry.dtype.itemsize,
+        geometry.strides[0] if stride > 0 else stride,
+    )
+    if described == actual:
+        return
+    for name, got, wanted in zip(_DESCRIBED, described, actual, strict=True):
+        if got != wanted:
             raise ValueError(
-                f"shape_desc.{name}={described} but the KV layers have {actual}; "
+                f"shape_desc.{name}={got} but the KV layers have {wanted}; "
                 "describe the layers that are passed"
             )
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 # Standard
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NoReturn
 
 # Third Party
@@ -112,8 +113,7 @@ def resolve_geometry(
             not of that layout, is a ``meta`` tensor, has no dense head-blocks or
             overlapping blocks, or the layers differ in shape, strides, dtype or device.
     """
-    layout = _LAYOUTS.get(engine_kv_format)
-    if layout is None:
+    if engine_kv_format not in _LAYOUTS:
         raise ValueError(
             f"RBLN moves {', '.join(_LAYOUTS.values())}; got format "
             f"{engine_kv_format!r}. Serve with `--model-impl vllm` so that vLLM-RBLN "
@@ -122,26 +122,13 @@ def resolve_geometry(
     if not layers:
         raise ValueError("RBLN block transfer wants at least one KV layer, got none")
     first = layers[0]
-    wanted = _traits(first)
+    traits = _traits(first)
     if first.is_meta:
-        _refuse_layer(0, first, wanted)
+        _refuse_layer(0, first, traits)
     unlike = _first_unlike(layers)
     if unlike is not None:
-        _refuse_layer(unlike, layers[unlike], wanted)
-    shape, strides = _block_axes(first, engine_kv_format, layout)
-    _require_dense_head_blocks(shape, strides, layout)
-    num_blocks, planes, heads, block_size, head_size = shape
-    return KVGeometry(
-        num_layers=len(layers),
-        num_blocks=num_blocks,
-        num_planes=planes,
-        num_heads=heads,
-        block_size=block_size,
-        head_size=head_size,
-        dtype=first.dtype,
-        device=first.device,
-        strides=strides,
-    )
+        _refuse_layer(unlike, layers[unlike], traits)
+    return _geometry_of(len(layers), *traits, engine_kv_format)
 
 
 def _first_unlike(layers: Sequence[torch.Tensor]) -> int | None:
@@ -160,11 +147,41 @@ def _first_unlike(layers: Sequence[torch.Tensor]) -> int | None:
     )
 
 
-_Traits = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
+_Traits = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
 
 
 def _traits(layer: torch.Tensor) -> _Traits:
-    return layer.shape, layer.stride(), layer.dtype, layer.device
+    return tuple(layer.shape), layer.stride(), layer.dtype, layer.device
+
+
+@lru_cache
+def _geometry_of(
+    num_layers: int,
+    layer_shape: tuple[int, ...],
+    layer_strides: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    engine_kv_format: EngineKVFormat,
+) -> KVGeometry:
+    """Return the geometry of layers that are alike, or refuse them.
+
+    Each transfer asks, mostly for the same cache, and has to wait for the answer.
+    """
+    layout = _LAYOUTS[engine_kv_format]
+    shape, strides = _block_axes(layer_shape, layer_strides, engine_kv_format, layout)
+    _require_dense_head_blocks(shape, strides, layout)
+    num_blocks, planes, heads, block_size, head_size = shape
+    return KVGeometry(
+        num_layers=num_layers,
+        num_blocks=num_blocks,
+        num_planes=planes,
+        num_heads=heads,
+        block_size=block_size,
+        head_size=head_size,
+        dtype=dtype,
+        device=device,
+        strides=strides,
+    )
 
 
 def _refuse_layer(index: int, layer: torch.Tensor, wanted: _Traits) -> NoReturn:
@@ -186,13 +203,12 @@ _Axes = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def _block_axes(
-    layer: torch.Tensor, engine_kv_format: EngineKVFormat, layout: str
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    engine_kv_format: EngineKVFormat,
+    layout: str,
 ) -> _Axes:
-    """Return one layer's shape and strides as ``[NB, P, NH, BS, HS]``, or refuse it.
-
-    On plain numbers: a view of a tensor takes several times as long.
-    """
-    shape, strides = tuple(layer.shape), tuple(layer.stride())
+    """Return one layer's shape and strides as ``[NB, P, NH, BS, HS]``, or refuse it."""
     mismatch = ValueError(f"KV layer of shape {list(shape)} is not {layout}")
     if min(shape, default=0) < 1:
         raise mismatch

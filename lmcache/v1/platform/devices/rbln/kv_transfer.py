@@ -173,14 +173,15 @@ def _transfer(
     """Copy pieces in either direction, between a device and the host."""
     moves = Moves(geometry, pieces)
     regions = Regions(geometry, layers, moves)
-    rows = _straight_rows(chunk_views, moves)
+    may_collect = _may_collect(moves)
+    rows = None if may_collect else _straight_rows(chunk_views, moves)
     if rows is not None:
         pair = (rows, regions.of(moves.all))
         targets, sources = pair if to_host else pair[::-1]
         copy_straight(geometry.device, targets, sources, chunk_views)
         return
     with Ring(geometry.device) as ring:
-        collector = _choose_collector(ring, regions, moves)
+        collector = _choose_collector(ring, regions, moves, may_collect)
         batch_bytes = ring.part_bytes
         if collector is None:
             # The host has a batch to transpose while the next ones are copied.
@@ -242,7 +243,7 @@ def _run_pipeline(
 
 
 def _choose_collector(
-    ring: Ring, regions: Regions, moves: Moves
+    ring: Ring, regions: Regions, moves: Moves, may_collect: bool
 ) -> torch.Tensor | None:
     """Divide the ring's buffers for the cheaper copies.
 
@@ -251,8 +252,8 @@ def _choose_collector(
     """
     buffer = None
     known = known_costs(regions.device)
-    may_pay = known is None or _collecting_pays(known, moves)
-    if ring.asynchronous and may_pay and _may_collect(moves):
+    may_collect = may_collect and (known is None or _collecting_pays(known, moves))
+    if ring.asynchronous and may_collect:
         buffer = ring.borrow_device_buffer(device_pool(regions.device, regions.dtype))
     if buffer is not None:
         ring.begin_copies()
@@ -282,10 +283,9 @@ def _straight_rows(
     """Return chunk memory that the device can copy to and from itself, or None.
 
     It can where a piece is contiguous in its chunk too, as MLA's are, and the chunk is
-    pinned. Through pageable memory the link is slower than by way of staging. So it is
-    for small pieces, which are collected where that pays.
+    pinned. Through pageable memory the link is slower than by way of staging.
     """
-    if not supports_async_copies() or _may_collect(moves):
+    if not supports_async_copies():
         return None
     rows = ChunkRows(chunk_views)
     return rows.of(moves) if rows.dense and rows.pinned else None

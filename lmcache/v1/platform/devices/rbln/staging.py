@@ -211,7 +211,7 @@ class StagingPool:
     def wake(self) -> None:
         """Let the first in line look again, if there is something for it."""
         with self._lock:
-            first = self._first_in_line() if self._free() else None
+            first = self._first_in_line() if self._line and self._free() else None
         if first is not None:
             first.called.put(None)
 
