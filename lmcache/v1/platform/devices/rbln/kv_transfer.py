@@ -194,7 +194,7 @@ def _transfer(
                 to_host=to_host,
                 layers=layers,
                 strides=geometry.strides[:-1],
-                parts=[part.view(moves.dtype) for part in ring.parts],
+                parts=ring.parts,
                 collector=collector,
                 batch_bytes=batch_bytes,
                 chunks=chunk_views,

@@ -30,19 +30,18 @@ class Staged:
     """A part of a staging buffer, with the moves that are copied into or out of it.
 
     Args:
-        buffer: uint8, in host memory.
-        dtype: Element type of the cache.
+        elements: 1-D, in host memory, in the cache's dtype.
         stream: Stream of the copies, or None where they are synchronous.
 
     Attributes:
-        buffer: As above.
+        buffer: The same memory as uint8.
         batch: Indices of consecutive moves.
     """
 
-    def __init__(self, buffer: torch.Tensor, dtype: torch.dtype, stream: Any) -> None:
-        self.buffer = buffer
+    def __init__(self, elements: torch.Tensor, stream: Any) -> None:
+        self.buffer = elements.view(torch.uint8)
         self.batch = range(0)
-        self._elements = buffer.view(dtype)
+        self._elements = elements
         self._stream = stream
         self._event = None if stream is None else torch_rbln().Event()
 
@@ -73,7 +72,7 @@ class Ring:
     Attributes:
         asynchronous: Whether copies are asynchronous, on a stream and pinned memory.
         part_bytes: Bytes that one batch can use.
-        parts: What :meth:`divide` made of the buffers, uint8.
+        parts: What :meth:`divide` made of the buffers, 1-D, in the cache's dtype.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -118,13 +117,16 @@ class Ring:
             self._loans[0].keep(1)
         self.part_bytes = part_bytes
         self.parts = [
-            buffer[start : start + part_bytes]
+            part
             for buffer in self.buffers
-            for start in range(0, parts * part_bytes, part_bytes)
+            for part in buffer[: parts * part_bytes]
+            .view(dtype)
+            .split(part_bytes // dtype.itemsize)
         ]
         stream = self._stream
-        # Made when needed: the first copies are under way sooner.
-        self._unused = (Staged(part, dtype, stream) for part in self.parts)
+        # Made when needed: the first copies are under way sooner. Without the ring,
+        # which an interrupt may drop.
+        self._unused = (Staged(part, stream) for part in self.parts)
 
     def borrow_device_buffer(self, pool: StagingPool) -> torch.Tensor | None:
         """Borrow device memory for the rest of the transfer.
