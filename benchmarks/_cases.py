@@ -6,7 +6,7 @@ from __future__ import annotations
 
 # Standard
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 import itertools
 
@@ -166,6 +166,8 @@ class Row:
             since it refuses blocks-first.
         counts: Copies of one call by contender; empty where they can't be counted.
         failures: Why a contender could not be measured.
+        left_out: Share of calls left out of ``seconds``; see ``_handover``.
+        seconds_of_all: Median time of all calls by contender.
     """
 
     case: Case
@@ -174,6 +176,8 @@ class Row:
     seconds: dict[str, float]
     counts: dict[str, Copies]
     failures: dict[str, str]
+    left_out: float = 0.0
+    seconds_of_all: dict[str, float] = field(default_factory=dict)
 
     def ratio(self, contender: str, base: str) -> float | None:
         """Return how many times as long a contender takes as another."""

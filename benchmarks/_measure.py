@@ -6,16 +6,18 @@ from __future__ import annotations
 
 # Standard
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
+import random
 import signal
 import statistics
 import time
 
 # First Party
 from benchmarks._cases import DIRECTIONS, Case, Row
+from benchmarks._handover import Handovers
 from benchmarks._session import FLOOR, GENERIC, OURS, STOCK, Session, WrongBytesError
 
 #: What one call of the generic operations may take. On HND layouts torch-rbln 0.12
@@ -23,9 +25,11 @@ from benchmarks._session import FLOOR, GENERIC, OURS, STOCK, Session, WrongBytes
 GENERIC_LIMIT_S = 2.0
 #: The generic operations are no target; they take part in the first rounds only.
 GENERIC_ROUNDS = 3
-#: Large cases have fewer rounds, but never fewer than these.
-_ENOUGH_S = 1.5
-_LEAST_ROUNDS = 5
+#: Slow cases have fewer rounds, but never fewer than these.
+_ENOUGH_S = 3.0
+_LEAST_ROUNDS = 9
+#: With fewer calls that count, all do.
+_LEAST_KEPT = 5
 
 
 class _TimeIsUp(BaseException):
@@ -48,18 +52,36 @@ def _at_most(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+class Sample(NamedTuple):
+    """One timed call.
+
+    Attributes:
+        seconds: What it took.
+        handover: Seconds of a handover between CPUs, before or after it: the longer.
+    """
+
+    seconds: float
+    handover: float
+
+
+_Key = tuple[str, str]
+
+
 class Measurer:
     """Measures cases; remembers what the generic operations cannot do.
 
     Args:
         operations: Operations by contender.
-        rounds: Timed calls of each contender; of large cases at least 5.
+        rounds: Calls of each contender that count; of slow cases fewer, but at least 9
+            are made.
     """
 
     def __init__(self, operations: Mapping[str, Any], rounds: int) -> None:
         self._operations = operations
         self._rounds = rounds
-        self._hopeless: dict[tuple[str, str], str] = {}
+        self._order = random.Random(0)
+        self._handovers = Handovers()
+        self._hopeless: dict[_Key, str] = {}
 
     def measure(self, case: Case) -> list[Row]:
         """Verify and time one case.
@@ -81,7 +103,7 @@ class Measurer:
             session.close()
 
     def _direction(self, session: Session, direction: str) -> list[Row]:
-        failures: dict[tuple[str, str], str] = {}
+        failures: dict[_Key, str] = {}
         running = []
         for salt, (contender, layout) in enumerate(session.contenders(), 1):
             reason = ""
@@ -93,19 +115,63 @@ class Measurer:
                 failures[contender, layout] = reason
             else:
                 running.append((contender, layout))
-        times: dict[tuple[str, str], list[float]] = defaultdict(list)
+        samples = self._time(session, direction, running)
+        kept = self._near(samples)
+        made = sum(map(len, samples.values()))
+        left_out = 1 - sum(map(len, kept.values())) / made
+        rows = rows_of(session.case, direction, _medians(kept), failures)
+        everything = rows_of(session.case, direction, _medians(samples), failures)
+        for row, whole in zip(rows, everything, strict=True):
+            row.left_out, row.seconds_of_all = left_out, whole.seconds
+        return rows
+
+    def _time(
+        self, session: Session, direction: str, running: list[_Key]
+    ) -> dict[_Key, list[Sample]]:
+        """Let the contenders take turns until each has enough calls that count."""
+        samples: dict[_Key, list[Sample]] = defaultdict(list)
         begin = time.monotonic()
-        for turn in range(self._rounds):
-            if turn >= _LEAST_ROUNDS and time.monotonic() - begin > _ENOUGH_S:
+        before = self._handovers.measure()
+        turn = 0
+        while turn < _LEAST_ROUNDS or time.monotonic() - begin < _ENOUGH_S:
+            if turn >= self._rounds and self._enough(samples):
                 break
-            # Nobody is always first after the same other one.
-            start = turn % len(running)
-            for contender, layout in running[start:] + running[:start]:
+            # Nobody always comes after the same other one, which leaves the caches
+            # as it needs them.
+            self._order.shuffle(running)
+            for contender, layout in running:
                 if contender != GENERIC or turn < GENERIC_ROUNDS:
                     seconds = session.run(contender, layout, direction)
-                    times[contender, layout].append(seconds)
-        medians = {key: statistics.median(values) for key, values in times.items()}
-        return rows_of(session.case, direction, medians, failures)
+                    after = self._handovers.measure()
+                    sample = Sample(seconds, max(before, after))
+                    samples[contender, layout].append(sample)
+                    before = after
+            turn += 1
+        return samples
+
+    def _enough(self, samples: Mapping[_Key, Sequence[Sample]]) -> bool:
+        return all(
+            sum(not self._handovers.far(sample.handover) for sample in own)
+            >= self._rounds
+            for (contender, _), own in samples.items()
+            if contender != GENERIC
+        )
+
+    def _near(
+        self, samples: Mapping[_Key, Sequence[Sample]]
+    ) -> Mapping[_Key, Sequence[Sample]]:
+        """Return the calls during which the CPUs were near each other.
+
+        If a contender has too few of them, all calls of all contenders count.
+        """
+        kept: dict[_Key, Sequence[Sample]] = {}
+        for key, own in samples.items():
+            near = [item for item in own if not self._handovers.far(item.handover)]
+            # Generic calls are few, and no target.
+            kept[key] = own if key[0] == GENERIC else near
+            if key[0] != GENERIC and len(near) < _LEAST_KEPT:
+                return samples
+        return kept
 
     def _try_generic(
         self, session: Session, layout: str, direction: str, salt: int
@@ -130,11 +196,18 @@ class Measurer:
         return reason
 
 
+def _medians(samples: Mapping[_Key, Sequence[Sample]]) -> dict[_Key, float]:
+    return {
+        key: statistics.median(sample.seconds for sample in own)
+        for key, own in samples.items()
+    }
+
+
 def rows_of(
     case: Case,
     direction: str,
-    medians: Mapping[tuple[str, str], float],
-    failures: Mapping[tuple[str, str], str],
+    medians: Mapping[_Key, float],
+    failures: Mapping[_Key, str],
 ) -> list[Row]:
     """Arrange what was measured in rows.
 

@@ -19,7 +19,7 @@ from benchmarks._cases import Row
 from benchmarks._targets import Check
 
 _CHARTED = {"stock": "tab:grey", "generic": "tab:olive", "ours": "tab:blue"}
-_NUMERIC = re.compile(r"-|n/a|[\d.,]+")
+_NUMERIC = re.compile(r"-|n/a|[\d.,]+%?")
 _PACKAGES = ("torch", "torch-rbln", "vllm-rbln", "lmcache")
 
 
@@ -52,11 +52,12 @@ def _number(value: float | None, form: str = ".2f") -> str:
 def times_table(rows: Sequence[Row]) -> str:
     """Return the table of median times and ratios.
 
-    ``sub`` are copy operations of one call, ``desc`` their host descriptors.
+    ``sub`` are copy operations of one call, ``desc`` their host descriptors, ``out`` is
+    the share of calls left out in percent.
     """
     header = ["case", "layout", "direction", "MB", "floor ms", "stock/floor"]
     header += ["generic/floor", "ours/floor", "stock/ours", "GB/s", "sub", "desc"]
-    header += ["stock sub", "stock desc"]
+    header += ["stock sub", "stock desc", "out"]
     lines = []
     for row in rows:
         moved = row.case.bytes * row.case.threads
@@ -75,7 +76,7 @@ def times_table(rows: Sequence[Row]) -> str:
             copies = row.counts.get(name)
             cells.append(str(copies.submissions) if copies else "n/a")
             cells.append(str(copies.host_descriptors) if copies else "n/a")
-        lines.append(cells)
+        lines.append([*cells, f"{row.left_out:.0%}"])
     return table(header, lines)
 
 

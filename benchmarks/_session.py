@@ -29,6 +29,7 @@ STOCK = "stock"
 GENERIC = "generic"
 OURS = "ours"
 _DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+_Arguments = tuple[tuple[Any, ...], tuple[Any, ...]]
 _FORMATS = {
     BLOCKS_FIRST: EngineKVFormat.NL_X_NB_TWO_NH_BS_HS,
     KV_FIRST: EngineKVFormat.NL_X_TWO_NB_NH_ONE_BS_HS,
@@ -94,6 +95,11 @@ class Session:
             for _ in threads
         ]
         self._make_pools(filled)
+        # LMCache has them too when it calls: making them is not timed.
+        self._arguments = {
+            layout: [self._make_arguments(layout, thread) for thread in threads]
+            for layout in self._pools
+        }
         self._flat_host = [
             torch.empty(case.bytes, dtype=torch.uint8, pin_memory=True) for _ in threads
         ]
@@ -223,6 +229,14 @@ class Session:
     def _transfer(
         self, contender: str, layout: str, gathers: bool, thread: int
     ) -> None:
+        direction = TransferDirection.D2H if gathers else TransferDirection.H2D
+        operands, rest = self._arguments[layout][thread]
+        self._operations[contender].multi_layer_block_kv_transfer(
+            *operands, direction, *rest
+        )
+
+    def _make_arguments(self, layout: str, thread: int) -> _Arguments:
+        """Return what precedes and follows the direction in a transfer's arguments."""
         case, model = self.case, self.case.geometry
         layers = self._pools[layout]
         if layout == BLOCKS_FIRST:
@@ -240,16 +254,9 @@ class Session:
         chunks = [
             memory.view(shape).view(self._dtype) for memory in self.chunks[thread]
         ]
-        self._operations[contender].multi_layer_block_kv_transfer(
-            layers,
-            chunks,
-            case.block_ids(thread),
-            torch.device(DEVICE),
-            TransferDirection.D2H if gathers else TransferDirection.H2D,
-            description,
-            case.chunk_tokens,
-            _FORMATS[layout],
-            0,
+        return (
+            (layers, chunks, case.block_ids(thread), torch.device(DEVICE)),
+            (description, case.chunk_tokens, _FORMATS[layout], 0),
         )
 
     def verify(self, contender: str, layout: str, direction: str, salt: int) -> None:
@@ -323,6 +330,7 @@ class Session:
     def close(self) -> None:
         """End its threads and give its memory back."""
         self._workers.shutdown()
+        self._arguments.clear()
         for held in (self._pools, self._flat_host, self._flat_device, self.chunks):
             held.clear()
 

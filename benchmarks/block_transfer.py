@@ -16,7 +16,7 @@ from __future__ import annotations
 # Standard
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 import argparse
 import sys
@@ -39,7 +39,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--runtime", choices=WANTED, default="auto")
     parser.add_argument("--matrix", action="store_true", help="every combination")
     parser.add_argument("--only", help="cases whose name has this text", default="")
-    parser.add_argument("--rounds", type=int, default=9, help="timed calls of each")
+    parser.add_argument("--rounds", type=int, default=31, help="timed calls of each")
     parser.add_argument(
         "--max-gib", type=float, default=10.0, help="leave out cases that take more"
     )
@@ -119,6 +119,9 @@ def run(options: argparse.Namespace, runtime: str, simulated: bool) -> int:
         rows += measurer.measure(case)
     _counting.add(rows, counts)
     checks += _targets.check_times(rows)
+    of_all = [replace(row, seconds=row.seconds_of_all) for row in rows]
+    held_of_all = sum(check.held for check in _targets.check_times(of_all))
+    timed = len(checks)
     checks += _targets.check_descriptors(rows)
     checks += _targets.check_staging(staging)
     modelled_rows = [Row(r.case, r.layout, r.direction, {}, {}, {}) for r in rows]
@@ -135,6 +138,12 @@ def run(options: argparse.Namespace, runtime: str, simulated: bool) -> int:
     for what, mib in staging.items():
         print(f"peak staging: {what}: {mib:.1f} MiB")
     print(f"\n{_report.checks_table(checks)}")
+    if any(row.left_out for row in rows):
+        held = sum(check.held for check in checks[:timed])
+        print(
+            f"\nof {timed} checks of times {held} hold; {held_of_all} would with the "
+            "calls during which the two CPUs shared no cache"
+        )
     content = {
         "machine": facts,
         "rounds": options.rounds,

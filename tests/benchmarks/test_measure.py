@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 # Standard
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 import tarfile
@@ -58,6 +59,66 @@ def test_every_contender_is_verified_and_timed(
         assert {"floor", "stock", "ours"} <= set(row.seconds)
         assert min(row.seconds.values()) > 0
         assert ("generic" in row.seconds) != ("generic" in row.failures)
+
+
+class Clock:
+    """A session whose calls take what it is told, and its CPUs' handovers.
+
+    Far CPUs make ours take twice as long, as they do on a virtual machine.
+    """
+
+    def __init__(self, far: Callable[[int], bool]) -> None:
+        self.case = Case("tiny", 8, 1, 1)
+        self.calls = 0
+        self._far = far
+
+    def contenders(self) -> list[tuple[str, str]]:
+        return [("floor", ""), ("stock", KV_FIRST), ("ours", KV_FIRST)]
+
+    def verify(self, *_: Any) -> None:
+        pass
+
+    def run(self, contender: str, *_: Any) -> float:
+        self.calls += 1
+        slower = contender == "ours" and self._far(self.calls)
+        return {"floor": 1.0, "stock": 4.0, "ours": 1.5}[contender] * (1 + slower)
+
+    def measure(self) -> float:
+        return 3.0 * self._far(self.calls)
+
+    def far(self, handover: float) -> bool:
+        return handover > 2.0
+
+
+@pytest.mark.parametrize(
+    ("far", "ours", "left_out"),
+    [
+        (lambda call: False, 1.5, False),
+        # Nearly all the time, yet there are enough calls that count.
+        (lambda call: call % 60 > 9, 1.5, True),
+        # Too few of them: all count.
+        (lambda call: call > 9, 3.0, False),
+    ],
+    ids=["near", "mostly far", "far"],
+)
+def test_calls_with_cpus_far_from_each_other_are_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+    far: Callable[[int], bool],
+    ours: float,
+    left_out: bool,
+) -> None:
+    monkeypatch.setattr(_measure, "_ENOUGH_S", 0.5)
+    measurer = _measure.Measurer({}, rounds=20)
+    clock: Any = Clock(far)
+    monkeypatch.setattr(measurer, "_handovers", clock)
+    rows = {row.layout: row for row in measurer._direction(clock, GATHER)}
+    row = rows[KV_FIRST]
+    assert row.seconds == {"floor": 1.0, "stock": 4.0, "ours": ours}
+    assert (row.left_out > 0) == left_out
+    if left_out:
+        assert row.seconds_of_all == {"floor": 1.0, "stock": 4.0, "ours": 3.0}
+    else:
+        assert row.seconds_of_all == row.seconds
 
 
 class Wrong:

@@ -18,7 +18,7 @@ def rows() -> list[Row]:
     copies = {"ours": Copies(56, 28, 0, 0.0)}
     return [
         Row(case, BLOCKS_FIRST, "gather", times, copies, reasons),
-        Row(case, BLOCKS_FIRST, "scatter", {**times, "generic": 0.9}, {}, {}),
+        Row(case, BLOCKS_FIRST, "scatter", {**times, "generic": 0.9}, {}, {}, 0.25),
     ]
 
 
@@ -34,11 +34,12 @@ def test_table_is_aligned() -> None:
 
 def test_times_table() -> None:
     first, second = _report.times_table(rows()).splitlines()[2:]
-    assert first.split()[-10:] == [
+    assert first.split()[-11:] == [
         *("10.00", "4.00", "-", "0.80", "5.00", "14.68"),
-        *("56", "28", "n/a", "n/a"),
+        *("56", "28", "n/a", "n/a", "0%"),
     ]
-    assert second.split()[-10:-4] == ["10.00", "4.00", "90.00", "0.80", "5.00", "14.68"]
+    assert second.split()[-11:-5] == ["10.00", "4.00", "90.00", "0.80", "5.00", "14.68"]
+    assert second.endswith("25%")
     assert _report.generic_notes(rows()) == [
         "generic, blocks-first gather: not done after 2 s"
     ]

@@ -264,7 +264,7 @@ def test_a_bound_cache_is_never_served_from_the_host(layout: Layout) -> None:
 def test_eight_threads_each_on_its_own_stream(layout: Layout) -> None:
     """All threads share one cache; each owns the blocks that it writes."""
     case = Case(layout, 2, 33, 4, 64, 64, torch.float16)
-    threads, rounds = 8, 6
+    threads, rounds = 8, 3
     initial = [random_bits(case.layer_shape, case.dtype, i) for i in range(2)]
     layers = [upload(layer, "rbln:0") for layer in initial]
     wanted = [layer.clone() for layer in initial]
