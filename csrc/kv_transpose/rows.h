@@ -28,11 +28,12 @@ inline void copy_row(char* to, const char* from, int64_t bytes) {
   std::memcpy(to, from, static_cast<size_t>(bytes));
 }
 
-/// How far ahead rows are fetched. Processors do so by themselves, but stop at pages.
+/// How far ahead short rows are fetched; what reads on is fetched by the processor, but
+/// not from the next page.
 constexpr int64_t kAheadBytes = 1024;
 constexpr int64_t kLineBytes = 64;
 
-/// Asks for the bytes that lie behind a row, of which copies will read each once.
+/// Asks for a row's worth of bytes that lie ahead of it and will be read once.
 inline void fetch_ahead(const char* from, int64_t bytes) {
   for (int64_t at = 0; at < bytes; at += kLineBytes) {
     constexpr int kRead = 0;

@@ -102,7 +102,7 @@ void scatter(const Place& at, int64_t tokens, int64_t heads, int64_t row) {
     const char* from = at.window + token * at.token_stride;
     char* to = at.staged + token * row;
     for (int64_t head = 0; head < heads; ++head) {
-      fetch_ahead(from + head * row, row);
+      if (row <= kAheadBytes) fetch_ahead(from + head * row, row);
       copy_row(to + head * at.head_stride, from + head * row, row);
     }
   }
