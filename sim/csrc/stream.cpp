@@ -42,8 +42,9 @@ uint64_t handle_of(uint32_t device, uint32_t number) {
 }
 
 // How long a stream looks for work before its thread sleeps. A copy engine need not be
-// woken; a thread is, tens of microseconds late, after each pause between two copies.
-constexpr int64_t kPollNs = 100'000;
+// woken; a thread is, after each pause between two copies, and late: on a virtual
+// machine by up to milliseconds.
+constexpr int64_t kPollNs = 1'000'000;
 
 // device -> handle of the current stream, where it is not the default one.
 thread_local std::unordered_map<uint32_t, uint64_t> current;
