@@ -124,14 +124,8 @@ def gather(
         RuntimeError: If a device copy fails. No copy is then in flight, and the
             chunks' contents are undefined.
     """
-    if geometry.device.type == "cpu":
-        for piece in pieces:
-            for index, layer in enumerate(layers):
-                view = geometry.block_view(layer)
-                window = chunk_slice(chunk_views[piece.chunk], piece, index)
-                copy_bits(window, device_slice(view, piece))
-    elif pieces:
-        _transfer(geometry, layers, chunk_views, pieces, to_host=True)
+    move = _copy_on_host if geometry.device.type == "cpu" else _transfer
+    move(geometry, layers, chunk_views, pieces, to_host=True)
 
 
 def scatter(
@@ -153,14 +147,24 @@ def scatter(
         RuntimeError: If a device copy fails. No copy is then in flight, and the
             contents of the blocks named by ``pieces`` are undefined.
     """
-    if geometry.device.type == "cpu":
-        for piece in pieces:
-            for index, layer in enumerate(layers):
-                view = geometry.block_view(layer)
-                window = chunk_slice(chunk_views[piece.chunk], piece, index)
-                copy_bits(device_slice(view, piece), window)
-    elif pieces:
-        _transfer(geometry, layers, chunk_views, pieces, to_host=False)
+    move = _copy_on_host if geometry.device.type == "cpu" else _transfer
+    move(geometry, layers, chunk_views, pieces, to_host=False)
+
+
+def _copy_on_host(
+    geometry: KVGeometry,
+    layers: Sequence[torch.Tensor],
+    chunk_views: Sequence[torch.Tensor],
+    pieces: Sequence[Piece],
+    to_host: bool,
+) -> None:
+    """Copy pieces of a cache in host memory, without staging."""
+    for piece in pieces:
+        for index, layer in enumerate(layers):
+            blocks = device_slice(geometry.block_view(layer), piece)
+            window = chunk_slice(chunk_views[piece.chunk], piece, index)
+            pair = (window, blocks)
+            copy_bits(*(pair if to_host else pair[::-1]))
 
 
 def _transfer(
@@ -170,7 +174,9 @@ def _transfer(
     pieces: Sequence[Piece],
     to_host: bool,
 ) -> None:
-    """Copy pieces in either direction, between a device and the host."""
+    """Copy pieces between a device and the host."""
+    if not pieces:
+        return
     moves = Moves(geometry, pieces)
     regions = Regions(geometry, layers, moves)
     may_collect = _may_collect(moves)
