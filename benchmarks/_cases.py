@@ -56,6 +56,7 @@ MODELS = {
         Model("Llama-3.1-70B TP8", 80, 1, 128),
         # Multi-head attention without groups: as many KV heads as query heads.
         Model("LLaMA-65B", 80, 64, 128),
+        Model("GPT-NeoX-20B", 44, 64, 96),
         Model("DeepSeek-V3", 61, 1, 576, mla=True),
     )
 }
@@ -166,8 +167,9 @@ class Row:
             since it refuses blocks-first.
         counts: Copies of one call by contender; empty where they can't be counted.
         failures: Why a contender could not be measured.
-        left_out: Share of calls left out of ``seconds``; see ``_handover``.
-        seconds_of_all: Median time of all calls by contender.
+        seconds_of_all: The same of all calls; ``seconds`` may be of some.
+        calls: How many calls ``seconds`` is of, and how many there were, by contender.
+        far: Share of calls with CPUs far from each other; see ``_handover``.
     """
 
     case: Case
@@ -176,14 +178,20 @@ class Row:
     seconds: dict[str, float]
     counts: dict[str, Copies]
     failures: dict[str, str]
-    left_out: float = 0.0
     seconds_of_all: dict[str, float] = field(default_factory=dict)
+    calls: dict[str, tuple[int, int]] = field(default_factory=dict)
+    far: float = 0.0
 
     def ratio(self, contender: str, base: str) -> float | None:
         """Return how many times as long a contender takes as another."""
         if contender not in self.seconds or base not in self.seconds:
             return None
         return self.seconds[contender] / self.seconds[base]
+
+    @property
+    def all_count(self) -> bool:
+        """Whether no call was left out."""
+        return all(kept == made for kept, made in self.calls.values())
 
     def as_json(self) -> dict[str, Any]:
         """Return it as plain values."""
@@ -226,6 +234,7 @@ def selection() -> list[Case]:
         Case("Llama-3.1-8B", 256, 2, 2),
         Case("Llama-3.1-70B TP8", 256, 4, 4),
         Case("LLaMA-65B", 128, 1, 1),
+        Case("GPT-NeoX-20B", 128, 1, 1),
         Case("DeepSeek-V3", 128, 1, 1),
         Case("DeepSeek-V3", 256, 4, 4),
         Case("DeepSeek-V3", 1024, 2, 2, dtype="fp8"),

@@ -24,6 +24,7 @@ import tempfile
 from benchmarks import _runtime
 from benchmarks._cases import DIRECTIONS, MODELS, Case, Copies, Model, Row
 from benchmarks._copies import SIMULATOR_SETTINGS, count
+from benchmarks._samples import GENERIC, OURS
 
 ROOT = Path(__file__).resolve().parents[1]
 #: Staging is measured while each thread moves this many bytes or more.
@@ -104,7 +105,7 @@ def _main(path: str) -> None:
     import torch
 
     # Local
-    from benchmarks._session import GENERIC, OURS, Session, load_contenders
+    from benchmarks._session import Session, load_contenders
     from benchmarks._staging import measure_staging
 
     torch.set_num_threads(1)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 # Standard
 from concurrent.futures import ThreadPoolExecutor
+import math
 import os
 import statistics
 import time
@@ -47,12 +48,14 @@ class Handovers:
         if len(self._cpus) != 2:
             return 0.0
         here, there = self._cpus
-        os.sched_setaffinity(0, {here})
         times = []
-        for _ in range(_HANDOVERS):
-            times.append(self._other.submit(self._write, there).result())
-            np.copyto(self._target, self._shared)
-        os.sched_setaffinity(0, self._cpus)
+        os.sched_setaffinity(0, {here})
+        try:
+            for _ in range(_HANDOVERS):
+                times.append(self._other.submit(self._write, there).result())
+                np.copyto(self._target, self._shared)
+        finally:
+            os.sched_setaffinity(0, self._cpus)
         self._measured.append(min(times[1:]))
         return self._measured[-1]
 
@@ -63,12 +66,12 @@ class Handovers:
         np.copyto(self._shared, self._source)
         return time.perf_counter() - begin
 
-    def far(self, seconds: float) -> bool:
-        """Return whether a handover took much longer than the quick ones so far."""
-        if len(self._measured) < 2:
-            return False
-        return seconds > _FAR * statistics.quantiles(self._measured, n=20)[0]
+    def limit(self) -> float:
+        """Return the longest handover, in seconds, of CPUs near each other.
 
-    def close(self) -> None:
-        """End its thread."""
-        self._other.shutdown()
+        It is a multiple of the quick ones so far, the quickest twentieth.
+        """
+        if len(self._measured) < 2:
+            return math.inf
+        quick = statistics.quantiles(self._measured, n=20, method="inclusive")[0]
+        return _FAR * quick

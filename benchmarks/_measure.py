@@ -6,19 +6,27 @@ from __future__ import annotations
 
 # Standard
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 import random
 import signal
-import statistics
 import time
 
 # First Party
 from benchmarks._cases import DIRECTIONS, Case, Row
 from benchmarks._handover import Handovers
-from benchmarks._session import FLOOR, GENERIC, OURS, STOCK, Session, WrongBytesError
+from benchmarks._samples import (
+    GENERIC,
+    Key,
+    Sample,
+    Samples,
+    least_calls,
+    near_calls,
+    rows_of,
+)
+from benchmarks._session import Session, WrongBytesError
 
 #: What one call of the generic operations may take. On HND layouts torch-rbln 0.12
 #: looks for a way to copy the permuted device tensor and finds none for minutes.
@@ -52,21 +60,6 @@ def _at_most(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-class Sample(NamedTuple):
-    """One timed call.
-
-    Attributes:
-        seconds: What it took.
-        handover: Seconds of a handover between CPUs, before or after it: the longer.
-    """
-
-    seconds: float
-    handover: float
-
-
-_Key = tuple[str, str]
-
-
 class Measurer:
     """Measures cases; remembers what the generic operations cannot do.
 
@@ -81,7 +74,7 @@ class Measurer:
         self._rounds = rounds
         self._order = random.Random(0)
         self._handovers = Handovers()
-        self._hopeless: dict[_Key, str] = {}
+        self._hopeless: dict[Key, str] = {}
 
     def measure(self, case: Case) -> list[Row]:
         """Verify and time one case.
@@ -103,7 +96,7 @@ class Measurer:
             session.close()
 
     def _direction(self, session: Session, direction: str) -> list[Row]:
-        failures: dict[_Key, str] = {}
+        failures: dict[Key, str] = {}
         running = []
         for salt, (contender, layout) in enumerate(session.contenders(), 1):
             reason = ""
@@ -116,20 +109,20 @@ class Measurer:
             else:
                 running.append((contender, layout))
         samples = self._time(session, direction, running)
-        kept = self._near(samples)
-        made = sum(map(len, samples.values()))
-        left_out = 1 - sum(map(len, kept.values())) / made
-        rows = rows_of(session.case, direction, _medians(kept), failures)
-        everything = rows_of(session.case, direction, _medians(samples), failures)
-        for row, whole in zip(rows, everything, strict=True):
-            row.left_out, row.seconds_of_all = left_out, whole.seconds
-        return rows
+        return rows_of(
+            session.case,
+            direction,
+            samples,
+            self._handovers.limit(),
+            min(_LEAST_KEPT, self._rounds),
+            failures,
+        )
 
     def _time(
-        self, session: Session, direction: str, running: list[_Key]
-    ) -> dict[_Key, list[Sample]]:
+        self, session: Session, direction: str, running: list[Key]
+    ) -> dict[Key, list[Sample]]:
         """Let the contenders take turns until each has enough calls that count."""
-        samples: dict[_Key, list[Sample]] = defaultdict(list)
+        samples: dict[Key, list[Sample]] = defaultdict(list)
         begin = time.monotonic()
         before = self._handovers.measure()
         turn = 0
@@ -149,29 +142,9 @@ class Measurer:
             turn += 1
         return samples
 
-    def _enough(self, samples: Mapping[_Key, Sequence[Sample]]) -> bool:
-        return all(
-            sum(not self._handovers.far(sample.handover) for sample in own)
-            >= self._rounds
-            for (contender, _), own in samples.items()
-            if contender != GENERIC
-        )
-
-    def _near(
-        self, samples: Mapping[_Key, Sequence[Sample]]
-    ) -> Mapping[_Key, Sequence[Sample]]:
-        """Return the calls during which the CPUs were near each other.
-
-        If a contender has too few of them, all calls of all contenders count.
-        """
-        kept: dict[_Key, Sequence[Sample]] = {}
-        for key, own in samples.items():
-            near = [item for item in own if not self._handovers.far(item.handover)]
-            # Generic calls are few, and no target.
-            kept[key] = own if key[0] == GENERIC else near
-            if key[0] != GENERIC and len(near) < _LEAST_KEPT:
-                return samples
-        return kept
+    def _enough(self, samples: Samples) -> bool:
+        near = near_calls(samples, self._handovers.limit())
+        return least_calls(near) >= self._rounds
 
     def _try_generic(
         self, session: Session, layout: str, direction: str, salt: int
@@ -194,46 +167,3 @@ class Measurer:
             reason = f"{type(error).__name__}: {str(error).splitlines()[:1]}"
         self._hopeless[layout, direction] = reason
         return reason
-
-
-def _medians(samples: Mapping[_Key, Sequence[Sample]]) -> dict[_Key, float]:
-    return {
-        key: statistics.median(sample.seconds for sample in own)
-        for key, own in samples.items()
-    }
-
-
-def rows_of(
-    case: Case,
-    direction: str,
-    medians: Mapping[_Key, float],
-    failures: Mapping[_Key, str],
-) -> list[Row]:
-    """Arrange what was measured in rows.
-
-    Args:
-        case: The case.
-        direction: ``gather`` or ``scatter``.
-        medians: Seconds by contender and layout.
-        failures: Reasons by contender and layout.
-
-    Returns:
-        One row per layout. Floor and stock are the same in all of them.
-    """
-    rows = []
-    shared = {
-        contender: seconds
-        for (contender, _), seconds in medians.items()
-        if contender in (FLOOR, STOCK)
-    }
-    for layout in case.geometry.layouts:
-        own = {
-            contender: medians[contender, layout]
-            for contender in (OURS, GENERIC)
-            if (contender, layout) in medians
-        }
-        reasons = {
-            who: why for (who, where), why in failures.items() if where == layout
-        }
-        rows.append(Row(case, layout, direction, {**shared, **own}, {}, reasons))
-    return rows

@@ -17,6 +17,7 @@ import torch
 
 # First Party
 from benchmarks._cases import BLOCKS_FIRST, GATHER, KV_FIRST, MLA, Case
+from benchmarks._samples import FLOOR, GENERIC, OURS, STOCK
 from benchmarks._stock import load_ops
 from lmcache.lmcache_native import EngineKVFormat, TransferDirection
 from lmcache.v1.platform import resolve_device_ops
@@ -24,10 +25,6 @@ from lmcache.v1.platform.base.device_ops import DeviceOps
 from lmcache.v1.platform.ops_types import PageBufferShapeDesc
 
 DEVICE = "rbln:0"
-FLOOR = "floor"
-STOCK = "stock"
-GENERIC = "generic"
-OURS = "ours"
 _DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 _Arguments = tuple[tuple[Any, ...], tuple[Any, ...]]
 _FORMATS = {
@@ -95,7 +92,7 @@ class Session:
             for _ in threads
         ]
         self._make_pools(filled)
-        # LMCache has them too when it calls: making them is not timed.
+        # LMCache makes them before it calls, so that is not timed.
         self._arguments = {
             layout: [self._make_arguments(layout, thread) for thread in threads]
             for layout in self._pools

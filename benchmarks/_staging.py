@@ -15,7 +15,8 @@ import torch
 
 # First Party
 from benchmarks._cases import GATHER, SCATTER, Case
-from benchmarks._session import FLOOR, OURS, STOCK, Session
+from benchmarks._samples import FLOOR, OURS, STOCK
+from benchmarks._session import Session
 
 _STATUS = Path("/proc/self/status")
 

@@ -39,7 +39,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--runtime", choices=WANTED, default="auto")
     parser.add_argument("--matrix", action="store_true", help="every combination")
     parser.add_argument("--only", help="cases whose name has this text", default="")
-    parser.add_argument("--rounds", type=int, default=31, help="timed calls of each")
+    parser.add_argument("--rounds", type=int, default=31, help="timed calls that count")
     parser.add_argument(
         "--max-gib", type=float, default=10.0, help="leave out cases that take more"
     )
@@ -129,7 +129,7 @@ def run(options: argparse.Namespace, runtime: str, simulated: bool) -> int:
     checks += _targets.check_modelled(modelled_rows)
 
     facts = _report.machine(runtime)
-    title = f"{runtime}, medians of {options.rounds}, {facts['cores']} cores"
+    title = f"{runtime}, medians of about {options.rounds}, {facts['cores']} cores"
     print(f"\n{title}, load {facts['load']:.2f}\n\n{_report.times_table(rows)}\n")
     for note in _report.generic_notes(rows):
         print(f"not measured: {note}")
@@ -138,11 +138,11 @@ def run(options: argparse.Namespace, runtime: str, simulated: bool) -> int:
     for what, mib in staging.items():
         print(f"peak staging: {what}: {mib:.1f} MiB")
     print(f"\n{_report.checks_table(checks)}")
-    if any(row.left_out for row in rows):
+    if any(row.far for row in rows):
         held = sum(check.held for check in checks[:timed])
         print(
-            f"\nof {timed} checks of times {held} hold; {held_of_all} would with the "
-            "calls during which the two CPUs shared no cache"
+            f"\nof {timed} checks of times {held} hold; {held_of_all} would with all "
+            "calls whose CPUs were far from each other"
         )
     content = {
         "machine": facts,

@@ -2,6 +2,7 @@
 """Handovers between CPUs are measured where there are two, and told apart."""
 
 # Standard
+import math
 import os
 
 # Third Party
@@ -15,13 +16,12 @@ def test_a_handover_takes_time_and_the_thread_may_run_anywhere_afterwards() -> N
     allowed = os.sched_getaffinity(0)
     handovers = Handovers()
     seconds = [handovers.measure() for _ in range(20)]
-    handovers.close()
     assert os.sched_getaffinity(0) == allowed
     if len(allowed) == 2:
         assert all(0 < value < 1 for value in seconds)
     else:
         assert set(seconds) == {0.0}
-        assert not handovers.far(0.0)
+        assert handovers.limit() == math.inf
 
 
 def test_without_two_cpus_nothing_is_measured_and_no_call_is_left_out(
@@ -30,17 +30,16 @@ def test_without_two_cpus_nothing_is_measured_and_no_call_is_left_out(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
     handovers = Handovers()
     assert {handovers.measure() for _ in range(3)} == {0.0}
-    assert not handovers.far(0.0)
-    handovers.close()
+    assert handovers.limit() == math.inf
 
 
-def test_far_is_much_longer_than_the_quick_ones() -> None:
+def test_the_limit_is_a_multiple_of_the_quick_ones() -> None:
     handovers = Handovers()
-    handovers.close()
-    assert not handovers.far(1.0)
     # However many are slow, as long as some are quick.
     handovers._measured = [10e-6] * 10 + [30e-6] * 90
-    assert not handovers.far(20e-6)
-    assert handovers.far(30e-6)
+    assert 20e-6 < handovers.limit() < 30e-6
+    # None is known to be quick.
     handovers._measured = [30e-6] * 100
-    assert not handovers.far(30e-6)
+    assert handovers.limit() > 30e-6
+    handovers._measured = [10e-6, 30e-6]
+    assert 20e-6 < handovers.limit() < 30e-6

@@ -86,8 +86,8 @@ class Clock:
     def measure(self) -> float:
         return 3.0 * self._far(self.calls)
 
-    def far(self, handover: float) -> bool:
-        return handover > 2.0
+    def limit(self) -> float:
+        return 2.0
 
 
 @pytest.mark.parametrize(
@@ -114,9 +114,12 @@ def test_calls_with_cpus_far_from_each_other_are_left_out(
     rows = {row.layout: row for row in measurer._direction(clock, GATHER)}
     row = rows[KV_FIRST]
     assert row.seconds == {"floor": 1.0, "stock": 4.0, "ours": ours}
-    assert (row.left_out > 0) == left_out
+    kept, made = row.calls["ours"]
+    assert row.all_count == (kept == made) == (not left_out)
+    assert (row.far > 0) == (far(99_999) or far(59))
     if left_out:
         assert row.seconds_of_all == {"floor": 1.0, "stock": 4.0, "ours": 3.0}
+        assert 20 <= kept < made
     else:
         assert row.seconds_of_all == row.seconds
 

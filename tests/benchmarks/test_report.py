@@ -18,7 +18,7 @@ def rows() -> list[Row]:
     copies = {"ours": Copies(56, 28, 0, 0.0)}
     return [
         Row(case, BLOCKS_FIRST, "gather", times, copies, reasons),
-        Row(case, BLOCKS_FIRST, "scatter", {**times, "generic": 0.9}, {}, {}, 0.25),
+        Row(case, BLOCKS_FIRST, "scatter", {**times, "generic": 0.9}, {}, {}, far=0.25),
     ]
 
 
@@ -38,8 +38,8 @@ def test_times_table() -> None:
         *("10.00", "4.00", "-", "0.80", "5.00", "14.68"),
         *("56", "28", "n/a", "n/a", "0%"),
     ]
-    assert second.split()[-11:-5] == ["10.00", "4.00", "90.00", "0.80", "5.00", "14.68"]
-    assert second.endswith("25%")
+    assert second.split()[-12:-6] == ["10.00", "4.00", "90.00", "0.80", "5.00", "14.68"]
+    assert second.endswith("25% in")
     assert _report.generic_notes(rows()) == [
         "generic, blocks-first gather: not done after 2 s"
     ]
