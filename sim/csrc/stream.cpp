@@ -21,6 +21,7 @@
 #include "faults.h"
 #include "owner.h"
 #include "refusal.h"
+#include "settings.h"
 #include "trace.h"
 
 namespace rbln_sim {
@@ -43,7 +44,8 @@ uint64_t handle_of(uint32_t device, uint32_t number) {
 
 // How long a stream looks for work before its thread sleeps. A copy engine need not be
 // woken; a thread is, after each pause between two copies, and late: on a virtual
-// machine by up to milliseconds.
+// machine by up to milliseconds. Deferred copies are later than that anyway, and tests
+// that sleep in many processes at once need the CPUs.
 constexpr int64_t kPollNs = 1'000'000;
 
 // device -> handle of the current stream, where it is not the default one.
@@ -94,7 +96,7 @@ void Stream::run() {
   pthread_setname_np(pthread_self(), name.substr(0, 15).c_str());
   std::unique_lock<std::mutex> lock(mutex_);
   for (;;) {
-    if (queue_.empty()) {
+    if (queue_.empty() && !settings().deferred) {
       lock.unlock();
       poll();
       lock.lock();
