@@ -207,8 +207,9 @@ def install_torch() -> None:
         asked = f"the index {index}" if index else "the package indexes of pip"
         raise SetupError(
             f"wanted torch==2.13.0+cpu, got none from {asked}. Fix: set "
-            "TORCH_INDEX_URL to PyTorch's own index of CPU builds, or pip's "
-            "find-links to a folder that holds the wheel"
+            "TORCH_INDEX_URL to PyTorch's own index of CPU builds, "
+            "https://download.pytorch.org/whl/cpu, or pip's find-links to a folder "
+            "that holds the wheel"
         ) from error
 
 
