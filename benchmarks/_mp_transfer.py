@@ -168,8 +168,8 @@ def measure(
         CacheServerConfig(
             chunk_size=load.block_size,
             shm_name=f"rbln_bench_{os.getpid()}" if transport == "shm" else "",
-            # Room for a round, and for what is aligned.
-            l1_size_gb=max(0.5, 1.25 * workers * load.requests * moved / 2**30),
+            # Room for a round: from 80 % on the server evicts.
+            l1_size_gb=max(0.5, 1.5 * workers * load.requests * moved / 2**30),
         ),
         environment,
         folder / "logs",
