@@ -129,12 +129,11 @@ class RblnDeviceOps(DeviceOps):
                 kv_transfer.max_piece_elements(geometry),
             )
         )
-        move = kv_transfer.gather if gathers else kv_transfer.scatter
         # vLLM allocates its KV cache in inference mode; such tensors may only be
         # written inside it, and inference mode does not reach LMCache's threads.
         with torch.inference_mode():
             chunk_views = [chunk_view(chunk, geometry) for chunk in chunks]
-            move(geometry, layers, chunk_views, pieces)
+            kv_transfer.transfer(geometry, layers, chunk_views, pieces, to_host=gathers)
 
 
 def _tokens(chunk: torch.Tensor) -> int:

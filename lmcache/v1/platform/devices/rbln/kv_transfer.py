@@ -105,13 +105,14 @@ def max_piece_elements(geometry: KVGeometry) -> int:
     return elements
 
 
-def gather(
+def transfer(
     geometry: KVGeometry,
     layers: Sequence[torch.Tensor],
     chunk_views: Sequence[torch.Tensor],
     pieces: Sequence[Piece],
+    to_host: bool,
 ) -> None:
-    """Copy pieces of paged blocks into chunks (D2H).
+    """Gather pieces of paged blocks into chunks (D2H), or scatter chunks (H2D).
 
     Args:
         geometry: Geometry of the KV cache.
@@ -119,36 +120,15 @@ def gather(
         chunk_views: One ``[P, L, T, NH, HS]`` view per chunk, in host memory.
         pieces: What to copy in every layer, ordered by chunk; each element at most
             once.
+        to_host: Whether to gather.
 
     Raises:
         RuntimeError: If a device copy fails. No copy is then in flight, and the
-            chunks' contents are undefined.
+            contents of the chunks, or of the blocks named by ``pieces`` if those were
+            written, are undefined.
     """
     move = _copy_on_host if geometry.device.type == "cpu" else _transfer
-    move(geometry, layers, chunk_views, pieces, to_host=True)
-
-
-def scatter(
-    geometry: KVGeometry,
-    layers: Sequence[torch.Tensor],
-    chunk_views: Sequence[torch.Tensor],
-    pieces: Sequence[Piece],
-) -> None:
-    """Copy pieces of chunks into paged blocks (H2D).
-
-    Args:
-        geometry: Geometry of the KV cache.
-        layers: The layers that ``geometry`` describes.
-        chunk_views: One ``[P, L, T, NH, HS]`` view per chunk, in host memory.
-        pieces: What to copy in every layer, ordered by chunk; each element at most
-            once.
-
-    Raises:
-        RuntimeError: If a device copy fails. No copy is then in flight, and the
-            contents of the blocks named by ``pieces`` are undefined.
-    """
-    move = _copy_on_host if geometry.device.type == "cpu" else _transfer
-    move(geometry, layers, chunk_views, pieces, to_host=False)
+    move(geometry, layers, chunk_views, pieces, to_host)
 
 
 def _copy_on_host(
