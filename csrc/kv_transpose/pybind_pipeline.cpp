@@ -4,6 +4,7 @@
 #include "pybind_pipeline.h"
 
 #include <ATen/EmptyTensor.h>
+#include <c10/core/InferenceMode.h>
 #include <pybind11/numpy.h>
 #include <torch/extension.h>
 
@@ -41,25 +42,48 @@ int64_t byte_stride(const at::Tensor& tensor, int64_t axis) {
   return tensor.size(axis) == 1 ? 0 : tensor.stride(axis) * tensor.element_size();
 }
 
+/// A chunk [planes, layers, tokens, heads * head size], or one without planes.
 kv::Chunk as_chunk(const at::Tensor& chunk, const at::Tensor& first) {
-  require(chunk.device().is_cpu() && chunk.dim() == 5,
-          "chunks [planes, layers, tokens, heads, head size] in host memory");
-  const int64_t heads = chunk.size(3);
-  const int64_t head_size = chunk.size(4);
-  require(heads == first.size(3) && head_size == first.size(4) &&
+  require(chunk.device().is_cpu() && (chunk.dim() == 3 || chunk.dim() == 4),
+          "chunks [planes, layers, tokens, heads * head size], or without planes, in "
+          "host memory");
+  require(chunk.dim() == first.dim() && chunk.size(-1) == first.size(-1) &&
               chunk.scalar_type() == first.scalar_type(),
-          "chunks of the same heads and of the layers' element type");
-  require((chunk.stride(4) == 1 || head_size == 1) &&
-              (chunk.stride(3) == head_size || heads == 1),
-          "chunks with dense heads");
+          "chunks of the same axes and heads, and of the layers' element type");
+  require(chunk.stride(-1) == 1 || chunk.size(-1) == 1, "chunks with dense tokens");
   require(has_memory(chunk), "chunks with the memory that their shape needs");
+  const bool has_planes = chunk.dim() == 4;
   return {static_cast<char*>(chunk.data_ptr()),
-          chunk.size(0),
-          chunk.size(1),
-          chunk.size(2),
-          byte_stride(chunk, 0),
-          byte_stride(chunk, 1),
-          byte_stride(chunk, 2)};
+          has_planes ? chunk.size(0) : 1,
+          chunk.size(-3),
+          chunk.size(-2),
+          has_planes ? byte_stride(chunk, 0) : 0,
+          byte_stride(chunk, -3),
+          byte_stride(chunk, -2)};
+}
+
+/// The first parts of each buffer.
+Tensors divide(const Tensors& buffers, int64_t part_bytes, int64_t parts,
+               const at::Tensor& layer) {
+  const int64_t element = layer.element_size();
+  require(parts >= 1 && part_bytes >= 1 && part_bytes % element == 0,
+          "at least one part of whole elements");
+  Tensors divided;
+  for (const at::Tensor& buffer : buffers) {
+    require(buffer.scalar_type() == at::kByte && buffer.dim() == 1 &&
+                buffer.is_contiguous() && buffer.device().is_cpu() &&
+                buffer.storage_offset() % element == 0 &&
+                buffer.size(0) / part_bytes >= parts,
+            "staging as uint8 in host memory, of one dense axis, with room for its "
+            "parts and aligned to elements");
+    require(has_memory(buffer), "staging with the memory that its shape needs");
+    const at::Tensor used = buffer.narrow(0, 0, parts * part_bytes);
+    for (at::Tensor& part :
+         used.view(layer.scalar_type()).split(part_bytes / element)) {
+      divided.push_back(std::move(part));
+    }
+  }
+  return divided;
 }
 
 std::optional<size_t> first_unlike(const Tensors& tensors) {
@@ -76,34 +100,35 @@ std::optional<size_t> first_unlike(const Tensors& tensors) {
 }
 
 void transfer(bool to_host, Tensors layers, const std::array<int64_t, 4>& strides,
-              Tensors parts, const std::optional<at::Tensor>& collector,
-              int64_t batch_bytes, const Tensors& chunks, const py::handle& pieces,
-              bool non_blocking, int threads) {
+              int64_t heads, const Tensors& staging, int64_t part_bytes, int64_t parts,
+              const std::optional<at::Tensor>& collector, int64_t batch_bytes,
+              const Tensors& chunks, const py::handle& pieces, bool non_blocking,
+              int threads) {
   require(threads >= 1, "threads of at least 1");
   require(batch_bytes >= 1, "batch_bytes of at least 1");
   require(py::isinstance<Table>(pieces), "pieces as a dense numpy array of int64");
   const auto table = py::reinterpret_borrow<Table>(pieces);
   require(table.ndim() == 2 && table.shape(1) == kv::kPieceColumns,
           "pieces of shape [n, 10]");
-  require(!chunks.empty() && chunks.front().dim() == 5 && !layers.empty() &&
+  require(!chunks.empty() && chunks.front().dim() > 0 && !layers.empty() &&
               chunks.front().scalar_type() == layers.front().scalar_type(),
-          "at least one layer, and chunks [planes, layers, tokens, heads, head size] "
-          "of its element type");
+          "at least one layer, and chunks of its element type");
+  const int64_t row = chunks.front().size(-1);
+  require(heads >= 1 && row % heads == 0, "chunks with whole heads");
+  // Layers may have been allocated in inference mode, and may be written only in it.
+  const c10::InferenceMode inference;
   kv::Transfer job;
   job.direction = to_host ? kv::Direction::kGather : kv::Direction::kScatter;
+  job.parts = divide(staging, part_bytes, parts, layers.front());
   job.layers = std::move(layers);
   job.strides = strides;
-  job.parts = std::move(parts);
   if (collector) job.collector = *collector;
   job.batch_bytes = batch_bytes;
-  for (const at::Tensor& part : job.parts) {
-    require(has_memory(part), "parts with the memory that their shape needs");
-  }
   for (const at::Tensor& chunk : chunks) {
     job.chunks.push_back(as_chunk(chunk, chunks.front()));
   }
-  job.heads = chunks.front().size(3);
-  job.row_bytes = chunks.front().size(4) * chunks.front().element_size();
+  job.heads = heads;
+  job.row_bytes = row / heads * chunks.front().element_size();
   job.pieces = reinterpret_cast<const kv::Piece*>(table.data());
   job.num_pieces = table.shape(0);
   job.non_blocking = non_blocking;
@@ -124,7 +149,8 @@ void define_transfer(py::module_& module) {
 Returns:
     The index of one whose shape, strides, element type or device is another, or None.)");
   module.def("transfer", &transfer, py::arg("to_host"), py::arg("layers"),
-             py::arg("strides"), py::arg("parts"), py::arg("collector"),
+             py::arg("strides"), py::arg("heads"), py::arg("staging"),
+             py::arg("part_bytes"), py::arg("parts"), py::arg("collector"),
              py::arg("batch_bytes"), py::arg("chunks"), py::arg("pieces"),
              py::arg("non_blocking"), py::arg("threads") = 1,
              R"(Move pieces of every layer into token-major chunks, or back.
@@ -138,13 +164,17 @@ Args:
     layers: Tensors of one element type, on one device.
     strides: Elements between the blocks, planes, heads and slots of every layer. A
         piece is contiguous: [blocks, planes, heads, slots, head size].
-    parts: Staging of that type, 1-D, in host memory; they do not overlap.
+    heads: Heads of each token.
+    staging: Buffers of uint8, 1-D and dense, in host memory; they do not overlap.
+    part_bytes: Bytes of a part, whole elements.
+    parts: Parts of each buffer that are used.
     collector: 1-D device memory of that type, as large as a part, in which the pieces
         of a batch are collected to cross to or from the host as one copy; or None.
     batch_bytes: Bytes that are staged in a part at a time, unless a piece is larger.
-    chunks: Host tensors [planes, layers, tokens, heads, head size] with dense heads.
+    chunks: Host tensors [planes, layers, tokens, heads * head size], or without planes
+        where there is one, with dense tokens.
     pieces: int64 [n, 10], dense, ordered by chunk; its columns are PIECE_COLUMNS.
-    non_blocking: Whether torch has streams and events for the device and the parts are
+    non_blocking: Whether torch has streams and events for the device and the staging is
         pinned. Copies are synchronous otherwise.
     threads: Threads that transpose at most, the caller included.
 

@@ -21,11 +21,7 @@ import torch
 from lmcache.lmcache_native import EngineKVFormat, TransferDirection
 from lmcache.v1.platform.base.device_ops import DeviceOps
 from lmcache.v1.platform.devices.rbln import kv_transfer
-from lmcache.v1.platform.devices.rbln.kv_layout import (
-    KVGeometry,
-    chunk_view,
-    resolve_geometry,
-)
+from lmcache.v1.platform.devices.rbln.kv_layout import KVGeometry, resolve_geometry
 from lmcache.v1.platform.devices.rbln.kv_plan import plan_pieces
 from lmcache.v1.platform.devices.rbln.ring import torch_rbln
 from lmcache.v1.platform.ops_types import PageBufferShapeDesc
@@ -129,11 +125,7 @@ class RblnDeviceOps(DeviceOps):
                 kv_transfer.max_piece_elements(geometry),
             )
         )
-        # vLLM allocates its KV cache in inference mode; such tensors may only be
-        # written inside it, and inference mode does not reach LMCache's threads.
-        with torch.inference_mode():
-            chunk_views = [chunk_view(chunk, geometry) for chunk in chunks]
-            kv_transfer.transfer(geometry, layers, chunk_views, pieces, to_host=gathers)
+        kv_transfer.transfer(geometry, layers, chunks, pieces, to_host=gathers)
 
 
 def _tokens(chunk: torch.Tensor) -> int:

@@ -8,7 +8,8 @@ event recorded behind its copies has completed. When a transfer returns, every c
 issued is complete in both directions. ``lmcache.kv_transpose`` does this in one call;
 the Python pipeline here does the same where the extension is missing.
 
-Callers run these functions under ``torch.inference_mode()``.
+vLLM allocates its KV cache in inference mode. Such tensors may only be written inside
+it, and it does not reach LMCache's threads: whatever writes here enters it.
 """
 
 # Future
@@ -45,7 +46,7 @@ from lmcache.v1.platform.devices.rbln.host_transpose import (
     copy_bits,
     transpose_threads,
 )
-from lmcache.v1.platform.devices.rbln.kv_layout import KVGeometry
+from lmcache.v1.platform.devices.rbln.kv_layout import KVGeometry, chunk_view
 from lmcache.v1.platform.devices.rbln.kv_moves import Moves
 from lmcache.v1.platform.devices.rbln.kv_plan import (
     Piece,
@@ -108,7 +109,7 @@ def max_piece_elements(geometry: KVGeometry) -> int:
 def transfer(
     geometry: KVGeometry,
     layers: Sequence[torch.Tensor],
-    chunk_views: Sequence[torch.Tensor],
+    chunks: Sequence[torch.Tensor],
     pieces: Sequence[Piece],
     to_host: bool,
 ) -> None:
@@ -117,7 +118,7 @@ def transfer(
     Args:
         geometry: Geometry of the KV cache.
         layers: The layers that ``geometry`` describes.
-        chunk_views: One ``[P, L, T, NH, HS]`` view per chunk, in host memory.
+        chunks: Host memory, ``[2, L, T, NH*HS]`` each, or ``[L, T, HS]`` for MLA.
         pieces: What to copy in every layer, ordered by chunk; each element at most
             once.
         to_host: Whether to gather.
@@ -127,22 +128,26 @@ def transfer(
             contents of the chunks, or of the blocks named by ``pieces`` if those were
             written, are undefined.
     """
+    if not pieces:
+        return
     move = _copy_on_host if geometry.device.type == "cpu" else _transfer
-    move(geometry, layers, chunk_views, pieces, to_host)
+    move(geometry, layers, chunks, pieces, to_host)
 
 
+@torch.inference_mode()
 def _copy_on_host(
     geometry: KVGeometry,
     layers: Sequence[torch.Tensor],
-    chunk_views: Sequence[torch.Tensor],
+    chunks: Sequence[torch.Tensor],
     pieces: Sequence[Piece],
     to_host: bool,
 ) -> None:
     """Copy pieces of a cache in host memory, without staging."""
+    views = [chunk_view(chunk, geometry) for chunk in chunks]
     for piece in pieces:
         for index, layer in enumerate(layers):
             blocks = device_slice(geometry.block_view(layer), piece)
-            window = chunk_slice(chunk_views[piece.chunk], piece, index)
+            window = chunk_slice(views[piece.chunk], piece, index)
             pair = (window, blocks)
             copy_bits(*(pair if to_host else pair[::-1]))
 
@@ -150,21 +155,15 @@ def _copy_on_host(
 def _transfer(
     geometry: KVGeometry,
     layers: Sequence[torch.Tensor],
-    chunk_views: Sequence[torch.Tensor],
+    chunks: Sequence[torch.Tensor],
     pieces: Sequence[Piece],
     to_host: bool,
 ) -> None:
     """Copy pieces between a device and the host."""
-    if not pieces:
-        return
     moves = Moves(geometry, pieces)
     regions = Regions(geometry, layers, moves)
     may_collect = _may_collect(moves)
-    rows = None if may_collect else _straight_rows(chunk_views, moves)
-    if rows is not None:
-        pair = (rows, regions.of(moves.all))
-        targets, sources = pair if to_host else pair[::-1]
-        copy_straight(geometry.device, targets, sources, chunk_views)
+    if not may_collect and _copy_straight(geometry, regions, chunks, moves, to_host):
         return
     with Ring(geometry.device) as ring:
         collector = _choose_collector(ring, regions, moves, may_collect)
@@ -174,16 +173,20 @@ def _transfer(
             share = max(MIN_BATCH_BYTES, moves.total_bytes // MIN_BATCHES)
             batch_bytes = min(batch_bytes, share)
         native = kv_transpose()
-        ring.begin_copies()
         if native is not None:
+            ring.begin_copies()
+            # It enters inference mode by itself, in less time.
             native.transfer(
                 to_host=to_host,
                 layers=layers,
                 strides=geometry.strides[:-1],
+                heads=geometry.num_heads,
+                staging=ring.buffers,
+                part_bytes=ring.part_bytes,
                 parts=ring.parts,
                 collector=collector,
                 batch_bytes=batch_bytes,
-                chunks=chunk_views,
+                chunks=chunks,
                 pieces=np.array(moves.pieces, dtype=np.int64),
                 non_blocking=ring.asynchronous,
                 threads=transpose_threads(),
@@ -194,10 +197,11 @@ def _transfer(
                 if collector is None
                 else DeviceStagedCopies(regions, collector)
             )
-            host = TorchTransposition(chunk_views)
+            host = TorchTransposition([chunk_view(chunk, geometry) for chunk in chunks])
             _run_pipeline(ring, copies, host, moves, moves.pack(batch_bytes), to_host)
 
 
+@torch.inference_mode()
 def _run_pipeline(
     ring: Ring,
     copies: DeviceCopies,
@@ -215,8 +219,10 @@ def _run_pipeline(
             host.gather(part.buffer, moves.tiles_of(part.batch))
         return part
 
+    unused = ring.make_parts(moves.dtype)
+    ring.begin_copies()
     for batch in batches:
-        part = ring.unused() or finish()
+        part = next(unused, None) or finish()
         ring.stage(part, batch)
         if to_host:
             copies.to_host(part.elements(moves), batch)
@@ -236,24 +242,34 @@ def _choose_collector(
     Returns:
         Device memory to collect pieces in, or None where direct copies are cheaper.
     """
-    buffer = None
     known = known_costs(regions.device)
     may_collect = may_collect and (known is None or _collecting_pays(known, moves))
     if ring.asynchronous and may_collect:
-        buffer = ring.borrow_device_buffer(device_pool(regions.device, regions.dtype))
-    if buffer is not None:
-        ring.begin_copies()
-        costs = measured_costs(regions.first, ring.buffers[0], buffer, ring.is_alone)
-        # It has waited for its copies.
-        ring.end_copies()
-        if costs is not None and _collecting_pays(costs, moves):
-            ring.divide(staging.BUFFER_BYTES, moves.dtype, 1)
+        buffer = _borrow_collector(ring, regions, moves)
+        if buffer is not None:
+            ring.divide(staging.BUFFER_BYTES, 1)
             return buffer
     # Each piece must fit a part.
     aligned = -(-moves.largest_bytes // _ALIGNMENT) * _ALIGNMENT
     part_bytes = min(max(staging.PART_BYTES, aligned), staging.BUFFER_BYTES)
-    ring.divide(part_bytes, moves.dtype, staging.PARTS)
+    ring.divide(part_bytes, staging.PARTS)
     return None
+
+
+@torch.inference_mode()
+def _borrow_collector(
+    ring: Ring, regions: Regions, moves: Moves
+) -> torch.Tensor | None:
+    """Borrow device memory to collect pieces in; None if it is not there or no use."""
+    buffer = ring.borrow_device_buffer(device_pool(regions.device, regions.dtype))
+    if buffer is None:
+        return None
+    ring.begin_copies()
+    costs = measured_costs(regions.first, ring.buffers[0], buffer, ring.is_alone)
+    # It has waited for its copies.
+    ring.end_copies()
+    pays = costs is not None and _collecting_pays(costs, moves)
+    return buffer if pays else None
 
 
 def _collecting_pays(costs: CopyCosts, moves: Moves) -> bool:
@@ -263,18 +279,28 @@ def _collecting_pays(costs: CopyCosts, moves: Moves) -> bool:
     return collected < costs.direct_us(num_bytes, pieces)
 
 
-def _straight_rows(
-    chunk_views: Sequence[torch.Tensor], moves: Moves
-) -> list[torch.Tensor] | None:
-    """Return chunk memory that the device can copy to and from itself, or None.
+def _copy_straight(
+    geometry: KVGeometry,
+    regions: Regions,
+    chunks: Sequence[torch.Tensor],
+    moves: Moves,
+    to_host: bool,
+) -> bool:
+    """Let the device copy to and from chunks by itself; return whether it could.
 
     It can where a piece is contiguous in its chunk too, as MLA's are, and the chunk is
     pinned. Through pageable memory the link is slower than by way of staging.
     """
-    if not supports_async_copies():
-        return None
-    rows = ChunkRows(chunk_views)
-    return rows.of(moves) if rows.dense and rows.pinned else None
+    if geometry.num_planes * geometry.num_heads > 1 or not supports_async_copies():
+        return False
+    with torch.inference_mode():
+        rows = ChunkRows([chunk_view(chunk, geometry) for chunk in chunks])
+        if not (rows.dense and rows.pinned):
+            return False
+        pair = (rows.of(moves), regions.of(moves.all))
+        targets, sources = pair if to_host else pair[::-1]
+        copy_straight(geometry.device, targets, sources, chunks)
+    return True
 
 
 def _may_collect(moves: Moves) -> bool:

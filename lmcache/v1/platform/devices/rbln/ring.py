@@ -70,19 +70,19 @@ class Ring:
         device: Device of the transfer.
 
     Attributes:
-        asynchronous: Whether copies are asynchronous, on a stream and pinned memory.
-        part_bytes: Bytes that one batch can use.
-        parts: What :meth:`divide` made of the buffers, 1-D, in the cache's dtype.
+        asynchronous: Whether copies are asynchronous, on the calling thread's current
+            stream and pinned memory.
+        part_bytes: Bytes of a part, which one batch can use.
+        parts: Parts of each buffer that are used.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.asynchronous = supports_async_copies()
         self._device = device
-        self.parts: list[torch.Tensor] = []
+        self.part_bytes = staging.BUFFER_BYTES
+        self.parts = 1
         self._queue: deque[Staged] = deque()
-        self._unused: Iterator[Staged] = iter(())
         self._loans: list[Loan] = []
-        self._stream: Any = None
 
     def __enter__(self) -> Ring:
         # A loan that an interrupt keeps from being stored is dropped: it has ended.
@@ -90,8 +90,6 @@ class Ring:
         try:
             self._loans.append(self._pool.borrow(staging.RING_BUFFERS))
             self._loans_seen = self._pool.loans
-            if self.asynchronous:
-                self._stream = torch_rbln().current_stream(self._device)
         except BaseException:
             self._give_back()
             raise
@@ -102,31 +100,34 @@ class Ring:
         """The borrowed host buffers."""
         return self._loans[0].buffers
 
-    def divide(self, part_bytes: int, dtype: torch.dtype, max_parts: int) -> None:
+    def divide(self, part_bytes: int, max_parts: int) -> None:
         """Stage in parts of buffers from now on.
 
         Two parts keep the copies busy, so other buffers go back to whoever waits.
 
         Args:
             part_bytes: Bytes of a part, at most those of a buffer, whole elements.
-            dtype: Element type of the cache.
             max_parts: Parts of a buffer that are used.
         """
-        parts = min(max_parts, staging.BUFFER_BYTES // part_bytes)
-        if parts >= _ENOUGH_PARTS:
-            self._loans[0].keep(1)
         self.part_bytes = part_bytes
-        self.parts = [
-            part
+        self.parts = min(max_parts, staging.BUFFER_BYTES // part_bytes)
+        if self.parts >= _ENOUGH_PARTS:
+            self._loans[0].keep(1)
+
+    def make_parts(self, dtype: torch.dtype) -> Iterator[Staged]:
+        """Return the parts of all buffers, each made when it is asked for.
+
+        Args:
+            dtype: Element type of the cache.
+        """
+        stream = self._stream() if self.asynchronous else None
+        used, part_bytes = self.parts * self.part_bytes, self.part_bytes
+        # Without the ring, which an interrupt may drop.
+        return (
+            Staged(part.view(dtype), stream)
             for buffer in self.buffers
-            for part in buffer[: parts * part_bytes]
-            .view(dtype)
-            .split(part_bytes // dtype.itemsize)
-        ]
-        stream = self._stream
-        # Made when needed: the first copies are under way sooner. Without the ring,
-        # which an interrupt may drop.
-        self._unused = (Staged(part, stream) for part in self.parts)
+            for part in buffer[:used].split(part_bytes)
+        )
 
     def borrow_device_buffer(self, pool: StagingPool) -> torch.Tensor | None:
         """Borrow device memory for the rest of the transfer.
@@ -162,10 +163,6 @@ class Ring:
         alone = self._pool.lent() == len(self.buffers)
         return alone and before == self._loans_seen
 
-    def unused(self) -> Staged | None:
-        """Return a part that was not used yet, or None."""
-        return next(self._unused, None)
-
     def stage(self, part: Staged, batch: range) -> None:
         """Put a batch at the end of the queue.
 
@@ -189,8 +186,8 @@ class Ring:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            if kind is not None and self._stream is not None:
-                self._stream.synchronize()
+            if kind is not None and self.asynchronous:
+                self._stream().synchronize()
             # Only now: until here a buffer that comes back counts as lost.
             self.end_copies()
         except Exception:
@@ -201,6 +198,9 @@ class Ring:
             )
         finally:
             self._give_back()
+
+    def _stream(self) -> Any:
+        return torch_rbln().current_stream(self._device)
 
     def _give_back(self) -> None:
         for loan in self._loans:

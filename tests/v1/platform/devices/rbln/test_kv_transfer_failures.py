@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lmcache.v1.platform.devices.rbln import (
     device_staging,
     kv_transfer,
+    native,
     ring,
     staging,
 )
@@ -203,7 +204,26 @@ def test_an_interrupt_anywhere_loses_no_capacity(
     work()
 
 
+@pytest.mark.parametrize("step", ["divide", "begin_copies"])
 def test_a_transfer_that_can_t_start_gives_its_buffers_back(
+    pool: StagingPool, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    layers = [upload(torch.zeros(CASE.layer_shape).half(), "rbln:0") for _ in range(8)]
+    chunk = torch.zeros(CASE.chunk_shape(128)).half()
+
+    def fail(*_: object) -> None:
+        raise Failure
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ring.Ring, step, fail)
+        for _ in range(2 * BUFFERS):
+            with pytest.raises(Failure):
+                transfer(CASE, True, layers, [chunk], [0], 128)
+    assert pool.lost() == pool.lent() == 0
+    transfer(CASE, True, layers, [chunk], [0], 128)
+
+
+def test_without_a_stream_the_python_pipeline_gives_its_buffers_back(
     pool: StagingPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layers = [upload(torch.zeros(CASE.layer_shape).half(), "rbln:0") for _ in range(8)]
@@ -212,12 +232,14 @@ def test_a_transfer_that_can_t_start_gives_its_buffers_back(
     def current_stream(device: object) -> None:
         raise Failure
 
+    monkeypatch.setitem(sys.modules, "lmcache.kv_transpose", None)
+    native.kv_transpose.cache_clear()
     with monkeypatch.context() as patch:
         patch.setattr(torch.rbln, "current_stream", current_stream)
-        for _ in range(2 * BUFFERS):
-            with pytest.raises(Failure):
-                transfer(CASE, True, layers, [chunk], [0], 128)
-    transfer(CASE, True, layers, [chunk], [0], 128)
+        with pytest.raises(Failure):
+            transfer(CASE, True, layers, [chunk], [0], 128)
+    assert pool.loans == 1
+    assert pool.lost() == pool.lent() == 0
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

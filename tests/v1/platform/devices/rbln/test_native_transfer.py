@@ -26,7 +26,6 @@ import torch
 from lmcache import kv_transpose
 from lmcache.v1.platform.devices.rbln.kv_layout import (
     KVGeometry,
-    chunk_view,
     resolve_geometry,
 )
 from lmcache.v1.platform.devices.rbln.kv_plan import Piece, plan_pieces
@@ -40,16 +39,21 @@ def arguments_of(
     layers: list[torch.Tensor],
     chunks: list[torch.Tensor],
     pieces: list[Piece],
-    parts: list[torch.Tensor],
+    staging: list[torch.Tensor],
+    part_bytes: int,
+    parts: int,
 ) -> dict[str, Any]:
     """Return the arguments of a synchronous transfer but its direction."""
     return {
         "layers": layers,
         "strides": geometry.strides[:-1],
+        "heads": geometry.num_heads,
+        "staging": staging,
+        "part_bytes": part_bytes,
         "parts": parts,
         "collector": None,
-        "batch_bytes": parts[0].nbytes,
-        "chunks": [chunk_view(chunk, geometry) for chunk in chunks],
+        "batch_bytes": part_bytes,
+        "chunks": chunks,
         "pieces": np.array(pieces, dtype=np.int64).reshape(-1, len(Piece._fields)),
         "non_blocking": False,
     }
@@ -61,7 +65,8 @@ def arguments_of(
     dtype=st.sampled_from(DTYPES),
     chunk_blocks=st.integers(1, 3),
     skip=st.integers(0, 4),
-    parts=st.integers(1, 4),
+    buffers=st.integers(1, 2),
+    parts=st.integers(1, 3),
     room=st.integers(0, 100),
     batch=st.integers(1, 200),
     threads=st.integers(1, 3),
@@ -76,6 +81,7 @@ def test_moves_what_plain_indexing_does(
     dtype: torch.dtype,
     chunk_blocks: int,
     skip: int,
+    buffers: int,
     parts: int,
     room: int,
     batch: int,
@@ -114,9 +120,14 @@ def test_moves_what_plain_indexing_does(
     ids_of_chunks = [ids[i : i + chunk_blocks] for i in range(0, blocks, chunk_blocks)]
     elements = size + room
     pieces = list(plan_pieces(geometry, tokens, ids_of_chunks, skip, elements))
-    staging = torch.zeros(parts * elements + 1, dtype=dtype)[1:]
+    part_bytes = elements * dtype.itemsize
+    # A buffer may be larger than its parts, and begin anywhere.
+    staging = [
+        torch.zeros(parts * elements + 2, dtype=dtype)[1:].view(torch.uint8)
+        for _ in range(buffers)
+    ]
     arguments = arguments_of(
-        case, geometry, layers, chunks, pieces, list(staging.split(elements))
+        case, geometry, layers, chunks, pieces, staging, part_bytes, parts
     )
     arguments["batch_bytes"] = batch * dtype.itemsize
     if collects:
@@ -128,6 +139,7 @@ def test_moves_what_plain_indexing_does(
 
 CASE = Case("blocks_first", 2, 4, 2, 4, 8, torch.float16)
 PART = 128
+COLLECTOR = torch.zeros(PART, dtype=CASE.dtype)
 
 
 @pytest.fixture
@@ -137,8 +149,8 @@ def good() -> dict[str, Any]:
     geometry = resolve_geometry(layers, CASE.engine_kv_format)
     chunk = torch.zeros(CASE.chunk_shape(8), dtype=CASE.dtype)
     pieces = list(plan_pieces(geometry, [8], [[2, 0]], 0, PART))
-    parts = list(torch.zeros(2 * PART, dtype=CASE.dtype).split(PART))
-    return arguments_of(CASE, geometry, layers, [chunk], pieces, parts)
+    staging = [torch.zeros(4 * PART, dtype=torch.uint8)]
+    return arguments_of(CASE, geometry, layers, [chunk], pieces, staging, 2 * PART, 2)
 
 
 def of_piece(**change: int) -> Any:
@@ -184,25 +196,37 @@ def without_memory(like: torch.Tensor) -> torch.Tensor:
             lambda old: {"layers": [old["layers"][0], old["layers"][1].bfloat16()]},
             "layers of one element type",
         ),
-        (lambda _: {"parts": []}, "one part of staging"),
-        (lambda old: {"parts": [p.float() for p in old["parts"]]}, "element type"),
-        (lambda old: {"parts": [p[::2] for p in old["parts"]]}, "one dense axis"),
-        (lambda old: {"parts": [p.view(2, -1) for p in old["parts"]]}, "one dense"),
-        (lambda old: {"parts": [old["parts"][0], old["parts"][1][1:]]}, "254 bytes"),
-        (lambda old: {"collector": old["parts"][0].float()}, "a collector of"),
-        (lambda old: {"collector": old["parts"][0][1:]}, "at least 256 bytes"),
-        (lambda old: {"collector": old["parts"][0].view(2, -1)}, "one dense axis"),
-        (lambda old: {"collector": old["parts"][0].to("meta")}, "and device"),
+        (lambda _: {"staging": []}, "one part of staging"),
+        (lambda _: {"parts": 0}, "at least one part of whole elements"),
+        (lambda _: {"part_bytes": 0}, "at least one part of whole elements"),
+        (lambda _: {"part_bytes": 255}, "at least one part of whole elements"),
+        (lambda _: {"parts": 3}, "room for its parts"),
+        (lambda _: {"parts": 1 << 62}, "room for its parts"),
+        (lambda _: {"part_bytes": 254}, "tile 0 .* staging buffer of 254 bytes"),
+        (lambda old: {"staging": [old["staging"][0].view(torch.int8)]}, "uint8"),
+        (lambda old: {"staging": [old["staging"][0].repeat(2)[::2]]}, "one dense axis"),
+        (lambda old: {"staging": [old["staging"][0].view(2, -1)]}, "one dense axis"),
+        (lambda old: {"staging": [old["staging"][0].to("meta")]}, "host memory"),
+        (lambda old: {"staging": [old["staging"][0].repeat(2)[1:]]}, "to elements"),
+        (lambda _: {"collector": COLLECTOR.float()}, "a collector of"),
+        (lambda _: {"collector": COLLECTOR[1:]}, "at least 256 bytes"),
+        (lambda _: {"collector": COLLECTOR.view(2, -1)}, "one dense axis"),
+        (lambda _: {"collector": COLLECTOR.to("meta")}, "and device"),
         (lambda _: {"batch_bytes": 0}, "batch_bytes of at least 1"),
         (lambda _: {"chunks": []}, "chunks"),
         (lambda old: {"chunks": [without_memory(old["chunks"][0])]}, "the memory that"),
-        (lambda old: {"parts": [without_memory(old["parts"][0])]}, "the memory that"),
-        (lambda old: {"chunks": [c[0] for c in old["chunks"]]}, "chunks"),
+        (lambda old: {"staging": [without_memory(old["staging"][0])]}, "the memory"),
+        (lambda old: {"chunks": [c[0] for c in old["chunks"]]}, "tile 0 .* chunks"),
+        (lambda old: {"chunks": [c[0, 0] for c in old["chunks"]]}, "chunks"),
+        (lambda old: {"chunks": [c[None] for c in old["chunks"]]}, "or without planes"),
+        (lambda old: {"chunks": [old["chunks"][0], old["chunks"][0][0]]}, "same axes"),
         (lambda old: {"chunks": [old["chunks"][0].float()]}, "element type"),
-        (lambda old: {"chunks": [old["chunks"][0].mT]}, "dense heads|tile"),
+        (lambda old: {"chunks": [old["chunks"][0].mT.contiguous().mT]}, "dense tokens"),
+        (lambda _: {"heads": 0}, "whole heads"),
+        (lambda _: {"heads": 3}, "whole heads"),
         (
             lambda old: {"chunks": [old["chunks"][0], old["chunks"][0][..., :4]]},
-            "of the same heads",
+            "of the same axes and heads",
         ),
         (lambda _: {"threads": 0}, "threads of at least 1"),
     ],
