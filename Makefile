@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Everything runs inside .venv at the root of this checkout.
+#   make setup   make .venv, or bring it up to date; the others do it too
 #   make demo    serve a model with its KV cache in LMCache, on a simulated NPU
 #   make test    run all tests
 #   make bench   measure KV transfers against their targets, in about three minutes
@@ -21,10 +22,14 @@ PYTHON_SOURCES := $(wildcard setup.py conftest.py setup_extensions dev lmcache s
     lmcache-rbln examples benchmarks tests .buildkite)
 CXX_SOURCES = $(shell git ls-files '*.cc' '*.cpp' '*.h')
 
-.PHONY: setup demo bench test test-serving test-others lint wheel clean distclean
+.PHONY: setup help demo bench test test-serving test-others lint wheel clean distclean
 
 setup:
 	@$(PYTHON) dev/setup_env.py
+
+# What the list above says.
+help:
+	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
 
 demo: setup
 	@$(BIN)/python -m examples.rbln_demo

@@ -120,7 +120,7 @@ def check_tools() -> None:
     if importlib.util.find_spec("torch") is None:
         raise fail(
             "the torch that LMCache will run with, in the environment of the build",
-            "none (an isolated build never sees it)",
+            f"none in {sys.prefix} (an isolated build never sees it)",
             "install torch first and pass --no-build-isolation to pip "
             "(--no-isolation to python -m build)",
         )

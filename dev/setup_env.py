@@ -173,6 +173,19 @@ def check_machine() -> None:
         )
 
 
+def check_place() -> None:
+    """Refuse to replace a ``.venv`` that somebody else has made.
+
+    Raises:
+        SetupError: There is one.
+    """
+    if VENV.exists() and any(VENV.iterdir()) and not (STATE.exists() or LOG.exists()):
+        raise SetupError(
+            f"wanted to make {VENV}, got one there that this set-up has not made. Fix: "
+            "move it away or remove it"
+        )
+
+
 def make_venv() -> None:
     """Make ``.venv`` afresh, with the pip of the host if Python brings none."""
     # Not .venv's own interpreter, should that be the active one.
@@ -329,9 +342,11 @@ def set_up() -> None:
     state = read_state()
     if not state:
         check_machine()
+        check_place()
         print("setting up .venv", flush=True)
         make_venv()
         state = {"python": sys.version}
+        STATE.write_text(json.dumps(state), encoding="utf-8")
     keys = {name: step.inputs() for name, step in STEPS.items()}
     due = {
         name: key
@@ -346,8 +361,8 @@ def set_up() -> None:
         state[name] = key
         STATE.write_text(json.dumps(state, indent=1), encoding="utf-8")
         print(f"      done in {time.monotonic() - begin:.0f} s", flush=True)
-    if due:
-        print(f".venv is ready after {time.monotonic() - start:.0f} s", flush=True)
+    spent = f"ready after {time.monotonic() - start:.0f} s"
+    print(f".venv is {spent if due else 'up to date'}", flush=True)
 
 
 def main() -> int:

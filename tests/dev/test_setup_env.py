@@ -76,7 +76,22 @@ def test_a_second_run_sets_nothing_up_again(
 
     setup_env.set_up()
     assert steps.ran == ["venv", "first", "second"]
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr().out == ".venv is up to date\n"
+
+
+def test_a_venv_of_somebody_else_is_not_replaced(
+    setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = Steps(setup_env, monkeypatch)
+    setup_env.VENV.mkdir()
+    (setup_env.VENV / "pyvenv.cfg").touch()
+    with pytest.raises(setup_env.SetupError, match="move it away or remove it"):
+        setup_env.set_up()
+    assert steps.ran == []
+    # One that an interrupted set-up has left is its own.
+    setup_env.LOG.touch()
+    setup_env.set_up()
+    assert steps.ran == ["venv", "first", "second"]
 
 
 def test_only_what_changed_or_is_gone_is_done_again(

@@ -45,7 +45,7 @@ def check_rds(
     """
     name = "RDS"
     wanted_by = [p for p, module in plugins.items() if module == PLUGIN_MODULE]
-    state = f"{SERVICE}: {service or 'not known'}"
+    state = f"{SERVICE}: {service or 'no systemd to ask'}"
     devices = int(facts.get("devices") or 0)
     problem = one_line(facts.get("error") or "")
     if not problem and not facts.get("available"):
