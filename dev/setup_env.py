@@ -26,6 +26,8 @@ VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 STATE = VENV / "setup-state.json"
 LOG = VENV / "setup.log"
+#: Outside of .venv, so that it is there however making that ends.
+OURS = ROOT / "build" / ".venv-is-ours"
 REQUIREMENTS = ROOT / "dev" / "requirements"
 PYTHON_VERSION = (3, 11)  # what the requirement files were resolved for
 HEARTBEAT_S = 15
@@ -179,7 +181,8 @@ def check_place() -> None:
     Raises:
         SetupError: There is one.
     """
-    if VENV.exists() and any(VENV.iterdir()) and not (STATE.exists() or LOG.exists()):
+    ours = any(mark.exists() for mark in (OURS, STATE, LOG))
+    if VENV.exists() and not ours and not (VENV.is_dir() and not any(VENV.iterdir())):
         raise SetupError(
             f"wanted to make {VENV}, got one there that this set-up has not made. Fix: "
             "move it away or remove it"
@@ -344,6 +347,7 @@ def set_up() -> None:
         check_machine()
         check_place()
         print("setting up .venv", flush=True)
+        OURS.touch()
         make_venv()
         state = {"python": sys.version}
         STATE.write_text(json.dumps(state), encoding="utf-8")

@@ -94,6 +94,8 @@ void transpose(kv::Direction direction, const py::handle& staging,
 
 PYBIND11_MODULE(kv_transpose, module) {
   module.doc() = "Transposition between staged head-major tiles and token-major chunks";
+  // Another one with every change of a function's arguments.
+  module.attr("INTERFACE") = 2;
   module.attr("TILE_COLUMNS") =
       py::make_tuple("staged", "chunk", "layer", "plane", "planes", "token", "blocks",
                      "slots", "head", "heads");

@@ -110,10 +110,10 @@ void transfer(bool to_host, Tensors layers, const std::array<int64_t, 4>& stride
   const auto table = py::reinterpret_borrow<Table>(pieces);
   require(table.ndim() == 2 && table.shape(1) == kv::kPieceColumns,
           "pieces of shape [n, 10]");
-  require(!chunks.empty() && chunks.front().dim() > 0 && !layers.empty() &&
-              chunks.front().scalar_type() == layers.front().scalar_type(),
-          "at least one layer, and chunks of its element type");
-  const int64_t row = chunks.front().size(-1);
+  require(!layers.empty() && !chunks.empty(), "at least one layer and one chunk");
+  require(chunks.front().scalar_type() == layers.front().scalar_type(),
+          "chunks of the layers' element type");
+  const int64_t row = chunks.front().dim() == 0 ? 0 : chunks.front().size(-1);
   require(heads >= 1 && row % heads == 0, "chunks with whole heads");
   // Layers may have been allocated in inference mode, and may be written only in it.
   const c10::InferenceMode inference;

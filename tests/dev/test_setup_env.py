@@ -31,6 +31,7 @@ def setup_env(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Modul
         "PYTHON": venv / "bin" / "python",
         "STATE": venv / "setup-state.json",
         "LOG": venv / "setup.log",
+        "OURS": tmp_path / "ours",
         "HEARTBEAT_S": 0.05,
     }.items():
         monkeypatch.setattr(module, name, value)
@@ -83,13 +84,36 @@ def test_a_venv_of_somebody_else_is_not_replaced(
     setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps = Steps(setup_env, monkeypatch)
+    setup_env.VENV.touch()
+    with pytest.raises(setup_env.SetupError, match="move it away or remove it"):
+        setup_env.set_up()
+    setup_env.VENV.unlink()
     setup_env.VENV.mkdir()
-    (setup_env.VENV / "pyvenv.cfg").touch()
+    other = setup_env.VENV / "pyvenv.cfg"
+    other.touch()
     with pytest.raises(setup_env.SetupError, match="move it away or remove it"):
         setup_env.set_up()
     assert steps.ran == []
-    # One that an interrupted set-up has left is its own.
-    setup_env.LOG.touch()
+    assert not setup_env.OURS.exists()
+    other.unlink()
+    setup_env.set_up()
+    assert steps.ran == ["venv", "first", "second"]
+
+
+def test_what_an_interrupted_set_up_has_left_is_made_again(
+    setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = Steps(setup_env, monkeypatch)
+
+    def interrupted() -> None:
+        setup_env.VENV.mkdir()
+        (setup_env.VENV / "pyvenv.cfg").touch()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(setup_env, "make_venv", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            setup_env.set_up()
     setup_env.set_up()
     assert steps.ran == ["venv", "first", "second"]
 

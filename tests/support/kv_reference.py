@@ -8,6 +8,7 @@ It shares nothing with the backend: no block views, no pieces, no staging.
 from __future__ import annotations
 
 # Standard
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
 
@@ -247,3 +248,36 @@ def check_both_directions(
         transfer(case, to_chunks, got_layers, got_chunks, *arguments)
         assert_same_bytes(got_chunks, wanted_chunks)
         assert_same_bytes(got_layers, wanted_layers)
+
+
+def check_inference_mode(case: Case, device: str, pinned: bool = False) -> None:
+    """Move tensors of inference mode, first inside of it and then from a plain thread.
+
+    vLLM allocates its KV cache there, and LMCache's threads are not in it.
+    """
+    block_ids, chunk_tokens = [2, 0, 3, 1], 4 * case.block_size
+
+    def check(seed: int) -> None:
+        with torch.inference_mode():
+            layers = [
+                upload(random_bits(case.layer_shape, case.dtype, seed + i), device)
+                for i in range(case.num_layers)
+            ]
+            chunk = random_bits(case.chunk_shape(chunk_tokens), case.dtype, seed + 9)
+            chunk = chunk.pin_memory() if pinned else chunk
+        assert layers[0].is_inference()
+        assert chunk.is_inference()
+        for to_chunks in (False, True):
+            wanted = [layer.cpu().clone() for layer in layers]
+            wanted_chunk = chunk.clone()
+            if to_chunks:
+                with torch.inference_mode():
+                    chunk.zero_()
+            move(case, to_chunks, wanted, [wanted_chunk], block_ids, chunk_tokens)
+            transfer(case, to_chunks, layers, [chunk], block_ids, chunk_tokens)
+            assert_same_bytes([*layers, chunk], [*wanted, wanted_chunk])
+
+    with torch.inference_mode():
+        check(1)
+    with ThreadPoolExecutor(1) as executor:
+        executor.submit(check, 100).result()

@@ -14,7 +14,8 @@ from lmcache.v1.platform.devices.rbln.staging import once
 
 logger = init_logger(__name__)
 
-#: Columns of its two tables; the extension says which ones it was built with.
+#: Which arguments its functions take, and the columns of its two tables; the extension says which ones it was built with.
+INTERFACE = 2
 TILE_COLUMNS = (
     "staged",
     "chunk",
@@ -46,12 +47,14 @@ def kv_transpose() -> ModuleType | None:
     """Return ``lmcache.kv_transpose``, or None and one warning that says why."""
     try:
         native = importlib.import_module("lmcache.kv_transpose")
+        interface = getattr(native, "INTERFACE", 1)
         columns = tuple(native.TILE_COLUMNS), tuple(native.PIECE_COLUMNS)
-        if columns == (TILE_COLUMNS, PIECE_COLUMNS):
+        if (interface, *columns) == (INTERFACE, TILE_COLUMNS, PIECE_COLUMNS):
             return native
         reason = (
-            f"it is of another LMCache, with tiles of {', '.join(columns[0])} and "
-            f"pieces of {', '.join(columns[1])}"
+            f"it is of another LMCache, with interface {interface} in place of "
+            f"{INTERFACE}, tiles of {', '.join(columns[0])} and pieces of "
+            f"{', '.join(columns[1])}"
         )
     except Exception as exc:
         # Whatever an extension of another build raises, torch can do the work instead.

@@ -186,7 +186,7 @@ class Ring:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            if kind is not None and self.asynchronous:
+            if kind is not None and any(loan.copying for loan in self._loans):
                 self._stream().synchronize()
             # Only now: until here a buffer that comes back counts as lost.
             self.end_copies()

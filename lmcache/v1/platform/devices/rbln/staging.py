@@ -119,6 +119,11 @@ class Loan:
         """The borrowed buffers."""
         return [slot.buffer for slot in self.slots if slot.buffer is not None]
 
+    @property
+    def copying(self) -> bool:
+        """Whether copies may be in flight on the buffers."""
+        return any(slot.busy for slot in self.slots)
+
     def begin_copies(self) -> None:
         """Copies will be in flight on the buffers."""
         for slot in self.slots:

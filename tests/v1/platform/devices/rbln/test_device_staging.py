@@ -18,6 +18,7 @@ from kv_reference import (
     Layout,
     as_bytes,
     check_both_directions,
+    check_inference_mode,
     random_bits,
     transfer,
     upload,
@@ -33,7 +34,7 @@ from lmcache.v1.platform.devices.rbln import (
     ring,
     staging,
 )
-from lmcache.v1.platform.devices.rbln.copy_costs import HARDWARE_COSTS
+from lmcache.v1.platform.devices.rbln.copy_costs import HARDWARE_COSTS, CopyCosts
 from lmcache.v1.platform.devices.rbln.staging import StagingPool
 
 pytestmark = [pytest.mark.npu, pytest.mark.deferred]
@@ -77,6 +78,14 @@ def collecting(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         pool.close()
 
 
+def measure_and_collect(region: Any, pinned: Any, buffer: Any, alone: Any) -> CopyCosts:
+    """Measure what copies cost, and find that collecting pays, whatever it was."""
+    source = region[:4]
+    host = pinned[: source.nbytes].view(source.dtype)
+    device_staging._Measurement().take(host, buffer[:4], source)
+    return HARDWARE_COSTS
+
+
 @pytest.mark.usefixtures("pipeline")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
@@ -87,6 +96,17 @@ def test_the_same_bytes(
     check_both_directions(case, "rbln:0", [4, 1, 2, 7, 0], 2, 3, skip_blocks=1)
     # One copy a direction for more than ten pieces.
     assert collecting == [1, 1]
+
+
+@pytest.mark.usefixtures("pipeline")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_inference_mode_tensors_from_a_plain_thread(
+    collecting: list[int], monkeypatch: pytest.MonkeyPatch, layout: Layout
+) -> None:
+    # It measures as well, with device memory of the other mode.
+    monkeypatch.setattr(kv_transfer, "measured_costs", measure_and_collect)
+    check_inference_mode(Case(layout, 3, 8), "rbln:0")
+    assert len(collecting) == 4
 
 
 @pytest.mark.usefixtures("pipeline")
@@ -362,6 +382,13 @@ def test_mla_goes_straight_into_pinned_chunks(
             slots = max(0, min(4, 8 + tokens - 4 * number))
             wanted[block, :slots] = layer[block, :slots]
         assert torch.equal(as_bytes(got), as_bytes(wanted))
+
+
+def test_pinned_chunks_of_inference_mode_from_a_plain_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ring, "_pool", lambda: pytest.fail("borrowed"))
+    check_inference_mode(Case("mla", 3, 8, dtype=torch.float16), "rbln:0", pinned=True)
 
 
 @pytest.mark.parametrize("to_chunks", [True, False])

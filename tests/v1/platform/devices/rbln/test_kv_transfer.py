@@ -21,6 +21,7 @@ from kv_reference import (
     as_bytes,
     assert_same_bytes,
     check_both_directions,
+    check_inference_mode,
     move,
     random_bits,
     transfer,
@@ -31,7 +32,7 @@ import pytest
 import torch
 
 # First Party
-from lmcache.v1.platform.devices.rbln import staging
+from lmcache.v1.platform.devices.rbln import ring, staging
 
 
 @st.composite
@@ -212,23 +213,14 @@ def test_chunks_that_are_windows_of_a_larger_buffer(
 
 
 @pytest.mark.deferred
+@pytest.mark.usefixtures("pipeline")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_inference_mode_tensors_from_a_plain_thread(
-    device: str, layout: Layout
+    monkeypatch: pytest.MonkeyPatch, device: str, layout: Layout
 ) -> None:
-    case = Case(layout)
-    with torch.inference_mode():
-        layers = [
-            upload(random_bits(case.layer_shape, case.dtype, i), device)
-            for i in range(2)
-        ]
-    chunk = random_bits(case.chunk_shape(8), case.dtype, 4)
-    wanted = [layer.cpu().clone() for layer in layers]
-    move(case, False, wanted, [chunk], [2, 0], 8)
-    assert layers[0].is_inference()
-    with ThreadPoolExecutor(1) as executor:
-        executor.submit(transfer, case, False, layers, [chunk], [2, 0], 8).result()
-    assert_same_bytes(layers, wanted)
+    # Staging that the first transfer makes inside of inference mode, too.
+    monkeypatch.setattr(ring, "_process_pool", None)
+    check_inference_mode(Case(layout), device)
 
 
 @pytest.mark.deferred

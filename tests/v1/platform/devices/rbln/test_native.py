@@ -22,7 +22,11 @@ import torch
 from lmcache import kv_transpose
 from lmcache.v1.platform.devices.rbln import native
 from lmcache.v1.platform.devices.rbln.kv_plan import Piece
-from lmcache.v1.platform.devices.rbln.native import PIECE_COLUMNS, TILE_COLUMNS
+from lmcache.v1.platform.devices.rbln.native import (
+    INTERFACE,
+    PIECE_COLUMNS,
+    TILE_COLUMNS,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +37,7 @@ def not_looked_for_yet() -> Iterator[None]:
 
 
 def test_both_sides_agree_on_the_columns() -> None:
+    assert kv_transpose.INTERFACE == INTERFACE
     assert kv_transpose.TILE_COLUMNS == TILE_COLUMNS
     assert kv_transpose.PIECE_COLUMNS == PIECE_COLUMNS
     assert Piece._fields == PIECE_COLUMNS
@@ -42,6 +47,7 @@ def test_both_sides_agree_on_the_columns() -> None:
 class Extension(ModuleType):
     """An extension whose columns a test gives, slowly."""
 
+    INTERFACE: Any = INTERFACE
     columns: Any = ()
     PIECE_COLUMNS: Any = PIECE_COLUMNS
 
