@@ -14,7 +14,8 @@ from lmcache.v1.platform.devices.rbln.staging import once
 
 logger = init_logger(__name__)
 
-#: Which arguments its functions take, and the columns of its two tables; the extension says which ones it was built with.
+#: Which arguments its functions take, and the columns of its two tables; the extension
+#: says which ones it was built with.
 INTERFACE = 2
 TILE_COLUMNS = (
     "staged",
