@@ -14,7 +14,7 @@ BIN := .venv/bin
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
 # Tests that start servers, and so spend their time in other processes than pytest's.
-SERVING_TESTS := tests/e2e tests/examples tests/buildkite
+SERVING_TESTS := tests/e2e tests/examples tests/buildkite tests/benchmarks/test_mp_server.py
 # Tests that compile, and so keep CPUs busy: they come last, when the others are ending.
 BUILD_TESTS := tests/build
 TESTS := $(wildcard tests sim/tests lmcache-rbln/tests)

@@ -15,10 +15,11 @@ import sys
 # First Party
 from examples.rbln_demo import client, tiny_models
 from examples.rbln_demo.processes import ServerProcess
-from examples.rbln_demo.runtime import Runtime, own_machine, serving_environment
+from examples.rbln_demo.runtime import Runtime, own_machine
 from examples.rbln_demo.servers import HOST, free_port
 from tests.e2e.clear_prompts import ClearPrompt, clear_prompts
 from tests.e2e.stack import wait_until
+from tests.e2e.serving import serving_environment
 
 CHUNK = 1024
 NEW_TOKENS = 2

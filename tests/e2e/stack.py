@@ -19,7 +19,6 @@ from examples.rbln_demo.procfs import session_members
 from examples.rbln_demo.runtime import (
     Runtime,
     own_machine,
-    serving_environment,
 )
 from examples.rbln_demo.servers import (
     CacheServer,
@@ -28,6 +27,7 @@ from examples.rbln_demo.servers import (
     EngineConfig,
 )
 from tests.e2e.kv_blocks import Transfer, blocks_of, read_transfers
+from tests.e2e.serving import serving_environment
 
 ENGINE_SIDE = Path(__file__).parent / "engine_side"
 HITS = "vllm:external_prefix_cache_hits_total"

@@ -17,7 +17,7 @@ import torch
 # First Party
 from examples.rbln_demo import tiny_models
 from examples.rbln_demo.processes import ServerProcess
-from examples.rbln_demo.runtime import Runtime, own_machine, serving_environment
+from examples.rbln_demo.runtime import Runtime, own_machine
 from examples.rbln_demo.servers import (
     CONNECTOR,
     HOST,
@@ -27,6 +27,7 @@ from examples.rbln_demo.servers import (
 from tests.e2e.clear_prompts import clear_prompts
 from tests.e2e.kv_blocks import assert_same_blocks, blocks_of, read_transfers
 from tests.e2e.stack import BLOCK_SIZE, ENGINE_SIDE, MAX_MODEL_LEN
+from tests.e2e.serving import serving_environment
 
 pytestmark = pytest.mark.sim
 
