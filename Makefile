@@ -13,8 +13,10 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-# Tests that start servers, and so spend their time in other processes than pytest's.
-SERVING_TESTS := tests/e2e tests/examples tests/buildkite tests/benchmarks/test_mp_server.py
+# Tests that start servers and commands, and so spend their time in other processes than
+# pytest's.
+SERVING_TESTS := tests/e2e tests/examples tests/buildkite tests/docs \
+    tests/benchmarks/test_mp_server.py
 # Tests that compile, and so keep CPUs busy: they come last, when the others are ending.
 BUILD_TESTS := tests/build
 TESTS := $(wildcard tests sim/tests lmcache-rbln/tests)
@@ -22,7 +24,7 @@ PYTHON_SOURCES := $(wildcard setup.py conftest.py setup_extensions dev lmcache s
     lmcache-rbln examples benchmarks tests .buildkite)
 CXX_SOURCES = $(shell git ls-files '*.cc' '*.cpp' '*.h')
 
-.PHONY: setup help demo bench test test-serving test-others lint wheel clean distclean
+.PHONY: setup help demo bench test test-serving test-others test-native lint wheel clean distclean
 
 setup:
 	@$(PYTHON) dev/setup_env.py
@@ -40,18 +42,22 @@ bench: setup
 	$(BIN)/python -m benchmarks.mp_server --quick --part transfer --transport shm \
 	    --check && exit $$status
 
-# Two halves at once: CI has two cores, and neither half keeps both busy.
+# Three parts at once: CI has two cores, and two parts leave a quarter of them idle.
 test: setup
-	@$(MAKE) --no-print-directory -j2 test-serving test-others
+	@$(MAKE) --no-print-directory -j3 test-serving test-others test-native
 
 test-serving:
 	$(BIN)/python -m pytest $(SERVING_TESTS) $(PYTEST_ARGS)
 
-# All of it runs, whatever fails first.
-test-others:
+# All of a part runs, whatever fails first.
+test-native:
 	@status=0; \
 	$(MAKE) -C sim test test-asan test-tsan || status=1; \
 	$(MAKE) -C csrc/kv_transpose test test-asan test-tsan test-portable || status=1; \
+	exit $$status
+
+test-others:
+	@status=0; \
 	RBLN_SIM_DEFERRED=1 $(BIN)/python -m pytest tests lmcache-rbln/tests --runtime sim \
 	    -m deferred $(PYTEST_ARGS) || status=1; \
 	$(BIN)/python -m pytest $(TESTS) $(SERVING_TESTS:%=--ignore=%) \

@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Parts of ``make test``, which nobody needs to know.
-PARTS = {"test-serving", "test-others"}
+PARTS = {"test-serving", "test-others", "test-native"}
 
 
 def test_help_lists_every_target() -> None:
