@@ -18,20 +18,11 @@ from examples.rbln_demo import runtime as demo
 def serving_environment(
     runtime: demo.Runtime, cache_dir: Path, backend: str | None = "rbln"
 ) -> dict[str, str]:
-    """The demo's, with one thing that servers share.
+    """The demo's, of the same arguments, with one thing that servers share.
 
     It is what vLLM has found out about a model's class. It starts a process for that,
     which takes a third of a server's start. Compiled graphs are not shared: sizes of
     the KV cache hang on them.
-
-    Args:
-        runtime: Where the servers run.
-        cache_dir: Where vLLM may keep compiled graphs between runs.
-        backend: Value of ``LMCACHE_DEVICE_BACKEND``; ``None`` leaves the choice
-            to LMCache.
-
-    Returns:
-        A new environment.
     """
     environment = demo.serving_environment(runtime, cache_dir, backend)
     model_infos = Path(environment["VLLM_CACHE_ROOT"], "modelinfos")
