@@ -26,8 +26,8 @@ VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 STATE = VENV / "setup-state.json"
 LOG = VENV / "setup.log"
-#: Outside of .venv, so that it is there however making that ends.
-OURS = ROOT / "build" / ".venv-is-ours"
+#: There while .venv is made, outside of it: an interrupted .venv has no STATE yet.
+MAKING = ROOT / "build" / ".making-venv"
 REQUIREMENTS = ROOT / "dev" / "requirements"
 PYTHON_VERSION = (3, 11)  # what the requirement files were resolved for
 HEARTBEAT_S = 15
@@ -181,8 +181,9 @@ def check_place() -> None:
     Raises:
         SetupError: There is one.
     """
-    ours = any(mark.exists() for mark in (OURS, STATE, LOG))
-    if VENV.exists() and not ours and not (VENV.is_dir() and not any(VENV.iterdir())):
+    ours = MAKING.exists() or STATE.exists()
+    empty = VENV.is_dir() and not any(VENV.iterdir())
+    if VENV.exists() and not (ours or empty):
         raise SetupError(
             f"wanted to make {VENV}, got one there that this set-up has not made. Fix: "
             "move it away or remove it"
@@ -347,10 +348,11 @@ def set_up() -> None:
         check_machine()
         check_place()
         print("setting up .venv", flush=True)
-        OURS.touch()
+        MAKING.touch()
         make_venv()
         state = {"python": sys.version}
         STATE.write_text(json.dumps(state), encoding="utf-8")
+        MAKING.unlink()
     keys = {name: step.inputs() for name, step in STEPS.items()}
     due = {
         name: key

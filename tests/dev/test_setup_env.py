@@ -31,7 +31,7 @@ def setup_env(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Modul
         "PYTHON": venv / "bin" / "python",
         "STATE": venv / "setup-state.json",
         "LOG": venv / "setup.log",
-        "OURS": tmp_path / "ours",
+        "MAKING": tmp_path / "making",
         "HEARTBEAT_S": 0.05,
     }.items():
         monkeypatch.setattr(module, name, value)
@@ -94,10 +94,14 @@ def test_a_venv_of_somebody_else_is_not_replaced(
     with pytest.raises(setup_env.SetupError, match="move it away or remove it"):
         setup_env.set_up()
     assert steps.ran == []
-    assert not setup_env.OURS.exists()
+    assert not setup_env.MAKING.exists()
     other.unlink()
     setup_env.set_up()
     assert steps.ran == ["venv", "first", "second"]
+    # Nor is one that takes the place of the set-up's own.
+    setup_env.STATE.unlink()
+    with pytest.raises(setup_env.SetupError, match="move it away or remove it"):
+        setup_env.set_up()
 
 
 def test_what_an_interrupted_set_up_has_left_is_made_again(
