@@ -237,7 +237,7 @@ def _run_pipeline(
 def _choose_collector(
     ring: Ring, regions: Regions, moves: Moves, may_collect: bool
 ) -> torch.Tensor | None:
-    """Divide the ring's buffers for the cheaper copies.
+    """Choose the cheaper copies, and divide the ring's buffers for direct ones.
 
     Returns:
         Device memory to collect pieces in, or None where direct copies are cheaper.
@@ -247,7 +247,6 @@ def _choose_collector(
     if ring.asynchronous and may_collect:
         buffer = _borrow_collector(ring, regions, moves)
         if buffer is not None:
-            ring.divide(staging.BUFFER_BYTES, 1)
             return buffer
     # Each piece must fit a part.
     aligned = -(-moves.largest_bytes // _ALIGNMENT) * _ALIGNMENT

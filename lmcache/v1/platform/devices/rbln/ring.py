@@ -72,7 +72,7 @@ class Ring:
     Attributes:
         asynchronous: Whether copies are asynchronous, on the calling thread's current
             stream and pinned memory.
-        part_bytes: Bytes of a part, which one batch can use.
+        part_bytes: Bytes of a part, which one batch can use; at first a whole buffer.
         parts: Parts of each buffer that are used.
     """
 
