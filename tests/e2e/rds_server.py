@@ -18,8 +18,8 @@ from examples.rbln_demo.processes import ServerProcess
 from examples.rbln_demo.runtime import Runtime, own_machine
 from examples.rbln_demo.servers import HOST, free_port
 from tests.e2e.clear_prompts import ClearPrompt, clear_prompts
-from tests.e2e.stack import wait_until
 from tests.e2e.serving import serving_environment
+from tests.e2e.stack import wait_until
 
 CHUNK = 1024
 NEW_TOKENS = 2

@@ -16,10 +16,7 @@ import torch
 from examples.rbln_demo import tiny_models
 from examples.rbln_demo.client import Completion
 from examples.rbln_demo.procfs import session_members
-from examples.rbln_demo.runtime import (
-    Runtime,
-    own_machine,
-)
+from examples.rbln_demo.runtime import Runtime, own_machine
 from examples.rbln_demo.servers import (
     CacheServer,
     CacheServerConfig,

@@ -26,8 +26,8 @@ from examples.rbln_demo.servers import (
 )
 from tests.e2e.clear_prompts import clear_prompts
 from tests.e2e.kv_blocks import assert_same_blocks, blocks_of, read_transfers
-from tests.e2e.stack import BLOCK_SIZE, ENGINE_SIDE, MAX_MODEL_LEN
 from tests.e2e.serving import serving_environment
+from tests.e2e.stack import BLOCK_SIZE, ENGINE_SIDE, MAX_MODEL_LEN
 
 pytestmark = pytest.mark.sim
 

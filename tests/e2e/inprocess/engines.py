@@ -14,8 +14,8 @@ from examples.rbln_demo import tiny_models
 from examples.rbln_demo.client import Completion, Counters, RequestFailedError
 from examples.rbln_demo.runtime import Runtime, own_machine
 from examples.rbln_demo.servers import Engine, EngineConfig
-from tests.e2e.stack import ENGINE_SIDE, HITS, wait_until
 from tests.e2e.serving import serving_environment
+from tests.e2e.stack import ENGINE_SIDE, HITS, wait_until
 
 CONNECTOR = "RBLNLMCacheConnectorV1"
 #: As vLLM's users are told to set LMCache up, with a CPU tier.
