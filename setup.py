@@ -3,8 +3,9 @@
 
 This repository holds only the files that it adds to LMCache or replaces in it. A
 build fetches the LMCache release that ``upstream.toml`` pins, unpacks it into a stage
-below ``build/``, lays our files on top and hands over to LMCache's own ``setup.py``
-there. ``egg_info`` and ``sdist`` are about this repository alone: they stage nothing.
+below ``build/``, lays our files on top, applies ``patches/`` and hands over to
+LMCache's own ``setup.py`` there. ``egg_info`` and ``sdist`` are about this repository
+alone: they stage nothing.
 
 Settings (environment):
     BUILD_WITH_RBLN: 1 builds for RBLN where torch_rbln is not installed.
@@ -38,9 +39,10 @@ ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "setup_extensions"))
 from lmcache_overlay import (  # noqa: E402
     LITTER,
+    PATCHES,
     SHIPPED,
     Upstream,
-    apply_edits,
+    apply_patches,
     change_requirements,
     check_collisions,
     fail,
@@ -256,6 +258,8 @@ def stage_key(*, editable: bool) -> str:
     digest = hashlib.sha256(torch.__version__.encode())
     for name in ("setup.py", "setup_extensions/lmcache_overlay.py", "upstream.toml"):
         digest.update((ROOT / name).read_bytes())
+    for path in sorted((ROOT / PATCHES).glob("*.patch")):
+        digest.update(b"\0" + path.read_bytes())
     for name in our_files(ROOT, SHIPPED):
         digest.update(b"\0" + name.encode())
         if not editable:
@@ -292,7 +296,7 @@ def make_stage(upstream: Upstream, cache: Path, *, editable: bool) -> Path:
         unpack(upstream, fresh, cache)
         check_collisions(upstream, ROOT, fresh)
         lay_over(upstream, ROOT, fresh, link=editable)
-        apply_edits(upstream, ROOT, fresh)
+        apply_patches(ROOT, fresh)
         change_requirements(upstream, fresh)
         write_torch_record(fresh)
         if editable:

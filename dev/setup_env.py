@@ -275,7 +275,7 @@ def overlay_inputs() -> str:
     """
     names = [p.relative_to(ROOT).as_posix() for p in files_below("lmcache")]
     built = [ROOT / name for name in ("setup.py", "pyproject.toml", "upstream.toml")]
-    built += files_below("csrc", "requirements", "setup_extensions")
+    built += files_below("csrc", "patches", "requirements", "setup_extensions")
     return digest(
         built,
         (REQUIREMENTS / "torch.txt").read_text(encoding="utf-8"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 import shutil
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -22,6 +23,9 @@ else:
 # paths: they are checked for undeclared collisions and never get into a wheel.
 SHIPPED = ("csrc", "lmcache", "requirements", "setup_extensions")
 COMPARED = (".buildkite", "benchmarks", "docs", "examples", "tests")
+# Changes inside of files that stay LMCache's.
+PATCHES = "patches"
+SPDX = "SPDX-License-Identifier: Apache-2.0"
 LITTER = {"__pycache__", ".mypy_cache", ".pytest_cache", ".ruff_cache"}
 
 
@@ -40,7 +44,6 @@ class Upstream:
     local_version: str
     owned: tuple[str, ...]
     replaced: dict[str, str]
-    edits: tuple[dict[str, str], ...]
     dropped: frozenset[str]
     relaxed: dict[str, str]
 
@@ -77,7 +80,6 @@ class Upstream:
             local_version=pin["local_version"],
             owned=owned,
             replaced=replaced,
-            edits=tuple(data.get("edited", [])),
             dropped=frozenset(normalized(name) for name in requirements["drop"]),
             relaxed={normalized(k): v for k, v in requirements["relax"].items()},
         )
@@ -184,34 +186,56 @@ def lay_over(upstream: Upstream, root: Path, stage: Path, *, link: bool) -> None
             shutil.copy2(root / name, target)
 
 
-def apply_edits(upstream: Upstream, root: Path, stage: Path) -> None:
-    """Make the declared changes of a few words in LMCache's own files.
+def apply_patches(root: Path, stage: Path) -> None:
+    """Change LMCache's own files as ``patches/*.patch`` say, in order of their names.
 
     Args:
-        upstream: The declarations.
         root: This repository.
         stage: LMCache with our files laid over it.
 
     Raises:
-        SystemExit: The words to change do not stand in the file exactly once, or the
-            file is one of ours.
+        SystemExit: The program ``patch`` is missing, a patch gives no reason, changes a
+            file of ours or does not fit LMCache's to the letter.
     """
-    for edit in upstream.edits:
-        path = stage / edit["path"]
-        if (root / edit["path"]).exists():
+    for path in sorted((root / PATCHES).glob("*.patch")):
+        text = path.read_text(encoding="utf-8")
+        reason, _, _ = text.partition("\n--- ")
+        if not reason.removeprefix(SPDX).strip():
             raise fail(
-                "only files of LMCache edited",
-                f"{edit['path']}, which is ours",
-                "change our file, and remove the [[edited]] block",
+                f"the reason for a change of LMCache at the top of {path.name}",
+                "none",
+                "say what it does and why LMCache's users need it",
             )
-        text = path.read_text(encoding="utf-8") if path.is_file() else ""
-        if text.count(edit["find"]) != 1:
+        for name in re.findall(r"^\+\+\+ b/(\S+)", text, re.MULTILINE):
+            if (root / name).exists():
+                raise fail(
+                    "only files of LMCache patched",
+                    f"{name}, which is ours, in {path.name}",
+                    "change our file, and take it out of the patch",
+                )
+        # No fuzz: what merely looks like the place may not be it any more.
+        command = ["patch", "--strip=1", "--fuzz=0", "--batch", "--forward"]
+        command += ["--no-backup-if-mismatch", "--reject-file=-"]
+        try:
+            done = subprocess.run(
+                [*command, f"--directory={stage}", f"--input={path}"],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                check=False,
+            )
+        except FileNotFoundError as error:
             raise fail(
-                f"the words to edit exactly once in LMCache's {edit['path']}",
-                f"{text.count(edit['find'])} times",
-                "compare the [[edited]] block in upstream.toml with that file",
+                "the program patch, to change LMCache's files",
+                "none on PATH",
+                "install it (Debian and Ubuntu: apt-get install patch)",
+            ) from error
+        if done.returncode != 0:
+            raise fail(
+                f"{PATCHES}/{path.name} to fit LMCache's files",
+                f"\n{done.stdout.rstrip()}",
+                "compare the patch with those files",
             )
-        path.write_text(text.replace(edit["find"], edit["replace"]), encoding="utf-8")
 
 
 def change_requirements(upstream: Upstream, stage: Path) -> None:

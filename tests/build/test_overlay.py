@@ -129,36 +129,53 @@ def test_a_path_declared_twice_is_named(overlay: ModuleType, tmp_path: Path) -> 
         load(overlay, tmp_path, more)
 
 
-EDIT = '[[edited]]\npath = "{path}"\nfind = "{find}"\nreplace = "new"\n'
+PATCH = "{reason}\n--- a/{path}\n+++ b/{path}\n@@ -1 +1 @@\n-{old}\n+new\n"
 
 
-def test_edits_change_the_words_found_once(overlay: ModuleType, tmp_path: Path) -> None:
-    edit = EDIT.format(path="lmcache/kept.py", find="ep")
-    upstream = load(overlay, tmp_path, edit)
+def write_patch(root: Path, **words: str) -> None:
+    """Write a patch of one line."""
+    (root / "patches").mkdir()
+    words = {"reason": "Why.", "path": "lmcache/kept.py", "old": "kept", **words}
+    (root / "patches" / "one.patch").write_text(PATCH.format(**words))
+
+
+def test_a_patch_changes_a_file_of_lmcache(overlay: ModuleType, tmp_path: Path) -> None:
     ours, stage = trees(tmp_path)
-    overlay.apply_edits(upstream, ours, stage)
-    assert (stage / "lmcache/kept.py").read_text() == "knewt"
+    (stage / "lmcache/kept.py").write_text("kept\n")
+    write_patch(ours)
+    overlay.apply_patches(ours, stage)
+    assert (stage / "lmcache/kept.py").read_text() == "new\n"
 
 
 @pytest.mark.parametrize(
-    ("path", "find", "message"),
+    ("words", "message"),
     [
-        ("lmcache/kept.py", "absent", "got 0 times"),
-        ("lmcache/kept.py", "", "times"),
-        ("lmcache/nowhere.py", "x", "got 0 times"),
-        ("lmcache/device/a.py", "our", "a.py, which is ours"),
-        ("lmcache/replaced.py", "our", "replaced.py, which is ours"),
+        ({"old": "absent"}, "one.patch to fit"),
+        ({"path": "lmcache/nowhere.py"}, "one.patch to fit"),
+        ({"path": "lmcache/replaced.py"}, "replaced.py, which is ours"),
+        ({"reason": "SPDX-License-Identifier: Apache-2.0"}, "the reason"),
     ],
 )
-def test_edits_of_anything_else_are_refused(
-    path: str, find: str, message: str, overlay: ModuleType, tmp_path: Path
+def test_a_patch_that_does_not_fit_is_refused(
+    words: dict[str, str], message: str, overlay: ModuleType, tmp_path: Path
 ) -> None:
-    upstream = load(overlay, tmp_path, EDIT.format(path=path, find=find))
     ours, stage = trees(tmp_path)
-    overlay.lay_over(upstream, ours, stage, link=True)
+    (stage / "lmcache/kept.py").write_text("kept\n")
+    overlay.lay_over(load(overlay, tmp_path), ours, stage, link=True)
+    write_patch(ours, **words)
     with pytest.raises(SystemExit, match=message):
-        overlay.apply_edits(upstream, ours, stage)
-    assert (ours / "lmcache/device/a.py").read_text() == "our a"
+        overlay.apply_patches(ours, stage)
+    assert (stage / "lmcache/kept.py").read_text() == "kept\n"
+
+
+def test_without_the_program_the_fix_is_named(
+    overlay: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, stage = trees(tmp_path)
+    write_patch(ours)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SystemExit, match="apt-get install patch"):
+        overlay.apply_patches(ours, stage)
 
 
 def common(stage: Path, text: str) -> Path:

@@ -30,6 +30,7 @@ COPIED = (
     "docs",
     "examples",
     "lmcache",
+    "patches",
     "requirements",
     "setup_extensions",
     "tests",
