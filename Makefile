@@ -6,6 +6,7 @@
 #   make bench   measure KV transfers against their targets, in about three minutes
 #   make lint    ruff, mypy, clang-format
 #   make wheel   build both wheels and LMCache's sdist into dist/
+#   make bump VERSION=X.Y.Z   move to another release of LMCache, see docs/bump.md
 #   make clean   remove what builds made; .venv stays (make distclean removes it too)
 
 # 3.11 is what the pinned packages were resolved for.
@@ -20,11 +21,11 @@ SERVING_TESTS := tests/e2e tests/examples tests/buildkite tests/docs \
 # Tests that compile, and so keep CPUs busy: they come last, when the others are ending.
 BUILD_TESTS := tests/build
 TESTS := $(wildcard tests sim/tests lmcache-rbln/tests)
-PYTHON_SOURCES := $(wildcard setup.py conftest.py setup_extensions dev lmcache sim \
-    lmcache-rbln examples benchmarks tests .buildkite)
+PYTHON_SOURCES := $(wildcard setup.py conftest.py setup_extensions dev tools lmcache \
+    sim lmcache-rbln examples benchmarks tests .buildkite)
 CXX_SOURCES = $(shell git ls-files '*.cc' '*.cpp' '*.h')
 
-.PHONY: setup help demo bench test test-serving test-others test-native lint wheel clean distclean
+.PHONY: setup help demo bench bump test test-serving test-others test-native lint wheel clean distclean
 
 setup:
 	@$(PYTHON) dev/setup_env.py
@@ -74,6 +75,9 @@ lint: setup
 wheel: setup
 	$(BIN)/python -m build --no-isolation --sdist --wheel --outdir dist .
 	$(BIN)/python -m build --no-isolation --wheel --outdir dist lmcache-rbln
+
+bump: setup
+	$(BIN)/python tools/bump_upstream.py $(VERSION)
 
 clean:
 	$(MAKE) -C sim clean

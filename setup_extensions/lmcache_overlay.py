@@ -213,29 +213,46 @@ def apply_patches(root: Path, stage: Path) -> None:
                     f"{name}, which is ours, in {path.name}",
                     "change our file, and take it out of the patch",
                 )
-        # No fuzz: what merely looks like the place may not be it any more.
-        command = ["patch", "--strip=1", "--fuzz=0", "--batch", "--forward"]
-        command += ["--no-backup-if-mismatch", "--reject-file=-"]
-        try:
-            done = subprocess.run(
-                [*command, f"--directory={stage}", f"--input={path}"],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                check=False,
-            )
-        except FileNotFoundError as error:
-            raise fail(
-                "the program patch, to change LMCache's files",
-                "none on PATH",
-                "install it (Debian and Ubuntu: apt-get install patch)",
-            ) from error
-        if done.returncode != 0:
+        problem = patch_problem(path, stage)
+        if problem:
             raise fail(
                 f"{PATCHES}/{path.name} to fit LMCache's files",
-                f"\n{done.stdout.rstrip()}",
+                f"\n{problem}",
                 "compare the patch with those files",
             )
+
+
+def patch_problem(path: Path, stage: Path) -> str:
+    """Apply a patch, or tell why it does not fit.
+
+    Args:
+        path: The patch.
+        stage: LMCache.
+
+    Returns:
+        What the program ``patch`` says; empty if the patch is applied.
+
+    Raises:
+        SystemExit: There is no such program.
+    """
+    # No fuzz: what merely looks like the place may not be it any more.
+    command = ["patch", "--strip=1", "--fuzz=0", "--batch", "--forward"]
+    command += ["--no-backup-if-mismatch", "--reject-file=-"]
+    try:
+        done = subprocess.run(
+            [*command, f"--directory={stage}", f"--input={path}"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+    except FileNotFoundError as error:
+        raise fail(
+            "the program patch, to change LMCache's files",
+            "none on PATH",
+            "install it (Debian and Ubuntu: apt-get install patch)",
+        ) from error
+    return done.stdout.rstrip() if done.returncode else ""
 
 
 def change_requirements(upstream: Upstream, stage: Path) -> None:
