@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Move the pin of LMCache to another release, and tell what to look at.
 
-    make bump VERSION=0.5.7          # or: python tools/bump_upstream.py 0.5.7
+    make bump VERSION=X.Y.Z          # or: python tools/bump_upstream.py X.Y.Z
 
 Fetches both releases, writes the new version and hash wherever the old ones stand, and
 prints what the new release changes of what this repository builds on. Nothing is
@@ -259,7 +259,7 @@ def message_findings(quoted: set[str], old: Path, new: Path) -> Iterator[str]:
 def main(words: list[str] | None = None) -> int:
     """Run the command line and return the exit code: 1 if there is anything to do."""
     parser = argparse.ArgumentParser(description="Move the pin of LMCache.")
-    parser.add_argument("version", help="the release to move to, for example 0.5.7")
+    parser.add_argument("version", help="the release to move to")
     parser.add_argument("--report", action="store_true", help="report, change nothing")
     options = parser.parse_args(words)
     pin = overlay.Upstream.load(ROOT / "upstream.toml")
