@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs scenarios, each in a process of its own with a simulated machine of its own.
 
-A schedule counts from a process's first use of an NPU on, and starting Python with torch
-takes seconds. So this process imports everything once, never uses an NPU, and forks a
-child for each run. Its arguments: a file with the runs, a file for their outcomes, a
-folder, and how many children may run at once.
+A schedule counts from a process's first use of an NPU on, and starting Python with
+torch takes seconds. So this process imports everything once, never uses an NPU, and
+forks a child for each run. Its arguments: a file with the runs, a file for their
+outcomes, a folder, and how many children may run at once.
 """
 
 # Standard

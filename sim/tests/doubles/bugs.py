@@ -49,8 +49,8 @@ class Bug(Enum):
     D2H_BUFFER_REUSED_EARLY = Mistake(
         "store",
         DIFFERS,
-        "the event of a buffer is recorded anew, so the wait for it ends when the buffer "
-        "holds another block",
+        "the event of a buffer is recorded anew, so the wait for it ends when the "
+        "buffer holds another block",
     )
     WRONG_STREAM = Mistake(
         "store",
@@ -76,8 +76,8 @@ class Bug(Enum):
     SHARED_STAGING = Mistake(
         "two stores",
         DIFFERS,
-        "both threads read the buffer after both copies into it are done (a barrier sees "
-        "to it), and it holds the bytes of one of them",
+        "both threads read the buffer after both copies into it are done (a barrier "
+        "sees to it), and it holds the bytes of one of them",
     )
     PINNED_FREED_IN_FLIGHT = Mistake(
         "failed store",

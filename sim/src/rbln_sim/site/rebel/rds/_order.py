@@ -29,13 +29,13 @@ class Order:
         Returns:
             Transfers, in the order to run them in.
         """
-        order = list(queued)
-        count = len(order) if waited_for or self._setting == "earliest" else 0
         if self._setting == "latest":
-            order.reverse()
-        elif self._setting != "earliest":
+            taken = queued[::-1] if waited_for else []
+        elif self._setting == "earliest":
+            taken = list(queued)
+        else:
             chance = random.Random(f"{self._setting} {next(self._calls)}")
-            chance.shuffle(order)
-            count = count or chance.randint(0, len(order))
-        queued[:] = order[count:]
-        return order[:count]
+            count = len(queued) if waited_for else chance.randint(0, len(queued))
+            taken = chance.sample(queued, count)
+        queued[:] = [transfer for transfer in queued if transfer not in taken]
+        return taken
