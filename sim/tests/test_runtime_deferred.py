@@ -18,8 +18,8 @@ from rbln_sim.pytest_plugin import RunPython
 
 pytestmark = pytest.mark.sim
 
-# Copies of both directions on three streams with edges between them, by two threads that
-# take turns; some are waited for, some are asked about.
+# Copies of both directions on three streams with edges between them, by two threads
+# that take turns; some are waited for, some are asked about.
 PROGRAM = """
 from concurrent.futures import ThreadPoolExecutor
 import torch
