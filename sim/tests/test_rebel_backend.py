@@ -272,9 +272,9 @@ print("in order")
 
 @pytest.mark.parametrize("deferred", ["latest", "1"])
 def test_a_graph_runs_behind_queued_copies(
-    deferred: str, rbln_sim_run: RunPython
+    deferred: str, rbln_sim_fork: RunPython
 ) -> None:
-    result = rbln_sim_run(_DEFERRED, RBLN_SIM_DEFERRED=deferred)
+    result = rbln_sim_fork(_DEFERRED, RBLN_SIM_DEFERRED=deferred)
     assert result.stdout.endswith("in order\n"), result.stderr
 
 

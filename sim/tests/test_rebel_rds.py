@@ -403,13 +403,13 @@ os.kill(os.getpid(), 9)
 
 
 def test_processes_share_the_device_and_never_a_byte(
-    storage: Any, rbln_sim_run: Any, tmp_path: Path
+    storage: Any, rbln_sim_fork: Any, tmp_path: Path
 ) -> None:
     storage(gib=4 * MIB / 2**30)
     torch.rbln.synchronize()
     mine = rds.Chunk(size=MIB, device=0)
     for _ in range(2):  # what the killed process held is free again
-        other = rbln_sim_run(
+        other = rbln_sim_fork(
             HOLD,
             RBLN_SIM_RDS_FILE=os.environ["RBLN_SIM_RDS_FILE"],
             RBLN_SIM_RDS_GIB=os.environ["RBLN_SIM_RDS_GIB"],

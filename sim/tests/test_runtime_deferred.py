@@ -54,10 +54,10 @@ print(asked)
 
 
 def _schedule(
-    rbln_sim_run: RunPython, trace: Path, deferred: str
+    rbln_sim_fork: RunPython, trace: Path, deferred: str
 ) -> tuple[list[tuple[object, ...]], str]:
     """Run the program; return what ran in which order, and what it was answered."""
-    done = rbln_sim_run(PROGRAM, RBLN_SIM_DEFERRED=deferred, RBLN_SIM_TRACE=str(trace))
+    done = rbln_sim_fork(PROGRAM, RBLN_SIM_DEFERRED=deferred, RBLN_SIM_TRACE=str(trace))
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in trace.read_text().splitlines()]
     threads = list(dict.fromkeys(line["thread"] for line in lines))
@@ -85,12 +85,12 @@ def _load() -> Iterator[None]:
 
 
 def test_the_same_seed_is_the_same_schedule_beside_a_machine_under_load(
-    rbln_sim_run: RunPython, tmp_path: Path
+    rbln_sim_fork: RunPython, tmp_path: Path
 ) -> None:
-    quiet = _schedule(rbln_sim_run, tmp_path / "quiet", "7")
-    other = _schedule(rbln_sim_run, tmp_path / "other", "8")
+    quiet = _schedule(rbln_sim_fork, tmp_path / "quiet", "7")
+    other = _schedule(rbln_sim_fork, tmp_path / "other", "8")
     with _load():
-        loaded = _schedule(rbln_sim_run, tmp_path / "loaded", "7")
+        loaded = _schedule(rbln_sim_fork, tmp_path / "loaded", "7")
     assert len(quiet[0]) >= 100 and "True" in quiet[1] and "False" in quiet[1]
     assert quiet == loaded
     assert quiet[0] != other[0]

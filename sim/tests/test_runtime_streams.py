@@ -34,8 +34,8 @@ def start(rows, down=True, first=0):
 POISON = 0xA5
 
 
-def _run_deferred(rbln_sim_run: RunPython, code: str) -> list[str]:
-    done = rbln_sim_run(DEFERRED + code, RBLN_SIM_DEFERRED="latest")
+def _run_deferred(rbln_sim_fork: RunPython, code: str) -> list[str]:
+    done = rbln_sim_fork(DEFERRED + code, RBLN_SIM_DEFERRED="latest")
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
 
@@ -88,7 +88,7 @@ def test_events() -> None:
     assert stream.query()
 
 
-def test_a_copy_is_there_after_the_wait(rbln_sim_run: RunPython) -> None:
+def test_a_copy_is_there_after_the_wait(rbln_sim_fork: RunPython) -> None:
     code = """
 def spin():
     while not stream.query(): pass
@@ -105,10 +105,10 @@ for wait in (
     wait()
     print(pinned.sum().item())
 """
-    assert _run_deferred(rbln_sim_run, code) == [str(3 * 4096)] * 6
+    assert _run_deferred(rbln_sim_fork, code) == [str(3 * 4096)] * 6
 
 
-def test_a_missing_wait_shows(rbln_sim_run: RunPython) -> None:
+def test_a_missing_wait_shows(rbln_sim_fork: RunPython) -> None:
     code = f"""
 start(100)
 print(bool((pinned == {POISON}).all()), stream.query())
@@ -117,11 +117,11 @@ while not stream.query(): pass
 print(pinned.sum().item())
 """
     want = ["True", "False", "True", str(100 * 4096)]
-    assert _run_deferred(rbln_sim_run, code) == want
+    assert _run_deferred(rbln_sim_fork, code) == want
 
 
 def test_an_event_recorded_before_the_copies_does_not_cover_them(
-    rbln_sim_run: RunPython,
+    rbln_sim_fork: RunPython,
 ) -> None:
     code = """
 start(1)
@@ -130,11 +130,11 @@ start(100, first=1)
 event.synchronize()
 print(pinned[0, 0].item(), set(pinned[1:].flatten().tolist()), stream.query())
 """
-    assert _run_deferred(rbln_sim_run, code) == ["1", f"{{{POISON}}}", "False"]
+    assert _run_deferred(rbln_sim_fork, code) == ["1", f"{{{POISON}}}", "False"]
 
 
 def test_a_synchronous_copy_waits_for_its_own_stream_only(
-    rbln_sim_run: RunPython,
+    rbln_sim_fork: RunPython,
 ) -> None:
     code = """
 start(100, down=False)
@@ -142,10 +142,10 @@ print(device[99, :1].cpu().item(), stream.query())
 with torch.rbln.stream(stream):
     print(device[99, :1].cpu().item(), stream.query())
 """
-    assert _run_deferred(rbln_sim_run, code) == [str(POISON), "False", "0", "True"]
+    assert _run_deferred(rbln_sim_fork, code) == [str(POISON), "False", "0", "True"]
 
 
-def test_freeing_a_tensor_in_flight_is_safe(rbln_sim_run: RunPython) -> None:
+def test_freeing_a_tensor_in_flight_is_safe(rbln_sim_fork: RunPython) -> None:
     code = """
 start(100)
 held = torch.rbln.memory_allocated()
@@ -154,10 +154,10 @@ print(torch.rbln.memory_allocated() == held > 0)
 stream.synchronize()
 print(pinned.sum().item(), torch.rbln.memory_allocated())
 """
-    assert _run_deferred(rbln_sim_run, code) == ["True", str(100 * 4096), "0"]
+    assert _run_deferred(rbln_sim_fork, code) == ["True", str(100 * 4096), "0"]
 
 
-def test_streams_and_events_dropped_in_flight(rbln_sim_run: RunPython) -> None:
+def test_streams_and_events_dropped_in_flight(rbln_sim_fork: RunPython) -> None:
     code = """
 start(3)
 event = stream.record_event()
@@ -166,7 +166,7 @@ del stream, event
 other.synchronize()
 print(pinned.sum().item())
 """
-    assert _run_deferred(rbln_sim_run, code) == [str(3 * 4096)]
+    assert _run_deferred(rbln_sim_fork, code) == [str(3 * 4096)]
 
 
 def test_copies_of_many_threads_and_streams() -> None:
@@ -191,4 +191,6 @@ def test_copies_of_many_threads_and_streams() -> None:
 
 
 def test_a_process_ends_with_work_in_flight(rbln_sim_run: RunPython) -> None:
-    assert _run_deferred(rbln_sim_run, 'start(100)\nprint("end")') == ["end"]
+    code = DEFERRED + 'start(100)\nprint("end")'
+    done = rbln_sim_run(code, RBLN_SIM_DEFERRED="latest")
+    assert (done.returncode, done.stdout) == (0, "end\n"), done.stderr
