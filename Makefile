@@ -59,8 +59,10 @@ test-native:
 
 test-others:
 	@status=0; \
-	RBLN_SIM_DEFERRED=1 $(BIN)/python -m pytest tests lmcache-rbln/tests --runtime sim \
-	    -m deferred $(PYTEST_ARGS) || status=1; \
+	for schedule in latest 1; do \
+	    RBLN_SIM_DEFERRED=$$schedule $(BIN)/python -m pytest tests lmcache-rbln/tests \
+	        --runtime sim -m deferred $(PYTEST_ARGS) || status=1; \
+	done; \
 	$(BIN)/python -m pytest $(TESTS) $(SERVING_TESTS:%=--ignore=%) \
 	    $(BUILD_TESTS:%=--ignore=%) $(PYTEST_ARGS) || status=1; \
 	$(BIN)/python -m pytest $(BUILD_TESTS) $(PYTEST_ARGS) || status=1; \

@@ -59,13 +59,16 @@ void copy_here(Kind kind, uint32_t device, uint64_t bytes, Body&& body) {
 }
 
 // The first `pieces` entries of a batch of `count`, in the order in which to copy them.
-// None is promised, so in deferred mode it is any, by seed.
+// None is promised, so in deferred mode the schedule chooses one.
 std::vector<size_t> order_of(size_t count, uint64_t pieces) {
   std::vector<size_t> order(std::min<uint64_t>(count, pieces));
   std::iota(order.begin(), order.end(), size_t{0});
-  if (!settings().deferred) return order;
+  if (settings().schedule == Schedule::kLatest) {
+    std::reverse(order.begin(), order.end());
+  }
+  if (settings().schedule != Schedule::kSeeded) return order;
   static std::atomic<uint64_t> batches{0};
-  const uint64_t batch = scramble(settings().seed + batches.fetch_add(1));
+  const uint64_t batch = scramble(settings().schedule_seed + batches.fetch_add(1));
   for (size_t left = order.size(); left > 1; --left) {
     std::swap(order[left - 1], order[scramble(batch + left) % left]);
   }

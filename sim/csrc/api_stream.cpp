@@ -51,9 +51,7 @@ RetCode rbln_stream_create(uint32_t device_id, uint64_t* stream) {
 RetCode rbln_stream_query(uint64_t stream, bool* done) {
   return use(__func__, [&] {
     const auto found = live_stream(stream);
-    const uint64_t newest = found->newest();
-    out(done) = found->done(newest);
-    if (*done) found->tell_failure(newest);
+    out(done) = found->query(found->newest());
   });
 }
 

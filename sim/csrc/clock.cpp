@@ -2,6 +2,7 @@
 #include "clock.h"
 
 #include <time.h>
+#include <unistd.h>
 
 namespace rbln_sim {
 namespace {
@@ -27,6 +28,10 @@ void wait_until(int64_t deadline_ns) {
   }
   while (now_ns() < deadline_ns) {
   }
+}
+
+void wait_forever() {
+  for (;;) pause();
 }
 
 }  // namespace rbln_sim

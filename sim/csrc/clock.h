@@ -12,4 +12,8 @@ int64_t now_ns();
 /// spins for the last part. At once if that is over.
 void wait_until(int64_t deadline_ns);
 
+/// Never return. A real hang ends with the process too: neither a stream's thread nor
+/// a signal handler waits for this one.
+[[noreturn]] void wait_forever();
+
 }  // namespace rbln_sim

@@ -42,9 +42,7 @@ Event::Mark Event::mark() const {
 bool Event::done() const {
   const Mark now = mark();
   if (now.stream == nullptr) return true;
-  if (!now.stream->done(now.ticket)) return false;
-  now.stream->tell_failure(now.ticket);
-  return true;
+  return now.stream->query(now.ticket);
 }
 
 void Event::synchronize() const {
@@ -58,7 +56,10 @@ void Event::hold(Stream& stream) const {
   if (now.stream->done(now.ticket) && !now.stream->failed(now.ticket)) return;
   // Marks lie before everything queued later, so waits cannot form a circle. A failure
   // before the mark becomes one of this stream.
-  stream.submit([now] { now.stream->wait(now.ticket); });
+  Work edge([now] { now.stream->tell_failure(now.ticket); });
+  edge.behind = now.stream;
+  edge.mark = now.ticket;
+  stream.submit(std::move(edge));
 }
 
 uint64_t create_event(uint32_t device_id) {

@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "operation.h"
 
-#include <unistd.h>
-
-#include <thread>
+#include <chrono>
 
 #include "clock.h"
 #include "cost.h"
@@ -17,12 +15,6 @@ namespace {
 
 bool is_copy(Kind kind) {
   return kind == Kind::kD2H || kind == Kind::kH2D || kind == Kind::kD2D;
-}
-
-// A real hang ends with the process too: neither a stream's thread nor a signal handler
-// waits for this one.
-[[noreturn]] void hang() {
-  for (;;) pause();
 }
 
 }  // namespace
@@ -40,13 +32,22 @@ Operation::Operation(const What& what, const FaultRule* fault)
       thread_(traced(what.kind) ? thread_number() : 0),
       fault_(fault) {}
 
+Work::Due Operation::due() const {
+  if (fault_ == nullptr || fails()) return Work::Due::kAnyTime;
+  const bool hangs = fault_->action == FaultRule::Action::kHang;
+  return hangs && fault_->time.count() == 0 ? Work::Due::kNever
+                                            : Work::Due::kWhenWaitedFor;
+}
+
 void Operation::start() {
   begin_ = now_ns();
   if (fault_ == nullptr) return;
-  const int64_t until = begin_ + std::chrono::nanoseconds(fault_->time).count();
+  const bool deferred = settings().schedule != Schedule::kOrdinary;
+  const int64_t until =
+      deferred ? begin_ : begin_ + std::chrono::nanoseconds(fault_->time).count();
   if (fault_->action == FaultRule::Action::kDelay) wait_until(until);
   if (fault_->action == FaultRule::Action::kHang) {
-    if (fault_->time.count() == 0) hang();
+    if (fault_->time.count() == 0) wait_forever();
     wait_until(until);
     refuse(kFailure, fault_name(what_.kind), " timed out (fault ", fault_->text, ")");
   }

@@ -10,6 +10,7 @@
 
 #include "fault_rules.h"
 #include "kind.h"
+#include "scheduler.h"
 
 namespace rbln_sim {
 
@@ -50,6 +51,9 @@ class Operation {
   bool disturbed() const { return fault_ != nullptr; }
   /// Whether it is to fail in finish(), half done.
   bool fails() const { return fault_ != nullptr && fails_of(*fault_); }
+  /// When it may run in deferred mode, where a fault takes no time: a delayed one, and
+  /// one that hangs for a while, runs only when something waits for it.
+  Work::Due due() const;
   /// Take the time, then delay or hang if a fault says so.
   /// Throws Refusal if it hung for as long as the fault says.
   void start();

@@ -60,13 +60,6 @@ uint64_t memory_of(const char* name) {
   return std::max<uint64_t>(bytes / kUnit, 1) * kUnit;
 }
 
-bool flag_of(const char* name) {
-  const std::string value = text_of(name);
-  if (value.empty() || value == "0") return false;
-  if (value == "1") return true;
-  refuse(kInvalid, name, "='", value, "' is neither 0 nor 1");
-}
-
 double number_of(const char* name, const std::string& text, double low, double high) {
   char* end = nullptr;
   const double number = std::strtod(text.c_str(), &end);
@@ -123,6 +116,32 @@ void check_without(const char* name) {
   }
 }
 
+void schedule_of(const char* name, Settings& read) {
+  const std::string text = text_of(name);
+  read.schedule_seed = 0;
+  if (text.empty() || text == "0") {
+    read.schedule = Schedule::kOrdinary;
+    return;
+  }
+  if (text == "latest") {
+    read.schedule = Schedule::kLatest;
+  } else if (text == "earliest") {
+    read.schedule = Schedule::kEarliest;
+  } else if (text.find_first_not_of("0123456789") == std::string::npos) {
+    read.schedule = Schedule::kSeeded;
+    read.schedule_seed = unsigned_of(name, 0, 1, UINT64_MAX);
+  } else {
+    refuse(kInvalid, name, "='", text,
+           "' is neither 'latest', nor 'earliest', nor a seed from 1; 0 or nothing "
+           "switches deferred mode off");
+  }
+  if (read.costs.any()) {
+    refuse(kInvalid, name, "='", text,
+           "': nothing takes time in deferred mode, but RBLN_SIM_*_GBPS or _US sets a "
+           "cost; unset one of them");
+  }
+}
+
 std::string default_state_dir() {
   const std::string runtime = text_of("XDG_RUNTIME_DIR");
   if (!runtime.empty()) return runtime + "/rbln-sim";
@@ -136,10 +155,10 @@ Settings read_settings() {
   read.devices =
       static_cast<unsigned>(unsigned_of("RBLN_SIM_DEVICES", 1, 0, kMaxDevices));
   read.memory_bytes = memory_of("RBLN_SIM_MEMORY_GIB");
-  read.deferred = flag_of("RBLN_SIM_DEFERRED");
   read.seed = unsigned_of("RBLN_SIM_SEED", 0, 0, UINT64_MAX);
   read.faults = parse_faults(text_of("RBLN_SIM_FAULTS"));
   read.costs = costs();
+  schedule_of("RBLN_SIM_DEFERRED", read);
   check_without("RBLN_SIM_WITHOUT");
   read.trace = text_of("RBLN_SIM_TRACE");
   read.open_log = text_of("RBLN_SIM_OPEN_LOG");

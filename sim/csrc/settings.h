@@ -12,14 +12,27 @@
 
 namespace rbln_sim {
 
+/// When queued work runs.
+enum class Schedule {
+  /// In a thread per stream, as soon as it can.
+  kOrdinary,
+  /// When something waits for it.
+  kLatest,
+  /// When it is queued.
+  kEarliest,
+  /// Anywhere between, by a seed.
+  kSeeded
+};
+
 struct Settings {
   /// RBLN_SIM_DEVICES: number of NPUs in the machine.
   unsigned devices;
   /// RBLN_SIM_MEMORY_GIB: memory of one NPU.
   uint64_t memory_bytes;
-  /// RBLN_SIM_DEFERRED: asynchronous copies take a random delay.
-  bool deferred;
-  /// RBLN_SIM_SEED: seed of everything random.
+  /// RBLN_SIM_DEFERRED.
+  Schedule schedule;
+  uint64_t schedule_seed;
+  /// RBLN_SIM_SEED: seed of faults by probability.
   uint64_t seed;
   /// RBLN_SIM_FAULTS: what goes wrong; empty for nothing.
   std::vector<FaultRule> faults;

@@ -21,7 +21,6 @@
 #include "faults.h"
 #include "owner.h"
 #include "refusal.h"
-#include "settings.h"
 #include "trace.h"
 
 namespace rbln_sim {
@@ -44,8 +43,7 @@ uint64_t handle_of(uint32_t device, uint32_t number) {
 
 // How long a stream looks for work before its thread sleeps. A copy engine need not be
 // woken; a thread is, after each pause between two copies, and late: on a virtual
-// machine by up to milliseconds. Deferred copies are later than that anyway, and tests
-// that sleep in many processes at once need the CPUs.
+// machine by up to milliseconds.
 constexpr int64_t kPollNs = 1'000'000;
 
 // device -> handle of the current stream, where it is not the default one.
@@ -60,7 +58,9 @@ std::shared_ptr<Stream> find_known(uint64_t handle) {
 
 }  // namespace
 
-uint64_t Stream::submit(std::function<void()> work) {
+uint64_t Stream::submit(Work work) {
+  if (Scheduler* deferred = scheduler())
+    return deferred->submit(*this, std::move(work));
   uint64_t ticket;
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -96,17 +96,18 @@ void Stream::run() {
   pthread_setname_np(pthread_self(), name.substr(0, 15).c_str());
   std::unique_lock<std::mutex> lock(mutex_);
   for (;;) {
-    if (queue_.empty() && !settings().deferred) {
+    if (queue_.empty()) {
       lock.unlock();
       poll();
       lock.lock();
     }
     work_ready_.wait(lock, [this] { return !queue_.empty(); });
-    std::function<void()> work = std::move(queue_.front());
+    Work work = std::move(queue_.front());
     queue_.pop_front();
     lock.unlock();
-    attempt(work);
-    work = nullptr;
+    if (work.behind) work.behind->reach(work.mark);
+    attempt(work.run);
+    work = {};
     lock.lock();
     completed_.fetch_add(1, std::memory_order_release);
     progress_.notify_all();
@@ -132,12 +133,26 @@ void Stream::attempt(const std::function<void()>& work) {
   ever_failed_.store(true, std::memory_order_release);
 }
 
+void Stream::reach(uint64_t ticket) {
+  if (done(ticket)) return;
+  std::unique_lock<std::mutex> lock(mutex_);
+  progress_.wait(lock, [&] { return done(ticket); });
+}
+
 void Stream::wait(uint64_t ticket) {
-  if (!done(ticket)) {
-    std::unique_lock<std::mutex> lock(mutex_);
-    progress_.wait(lock, [&] { return done(ticket); });
+  if (Scheduler* deferred = scheduler()) {
+    deferred->wait(*this, ticket);
+  } else {
+    reach(ticket);
   }
   tell_failure(ticket);
+}
+
+bool Stream::query(uint64_t ticket) {
+  Scheduler* deferred = scheduler();
+  if (!(deferred ? deferred->query(*this, ticket) : done(ticket))) return false;
+  tell_failure(ticket);
+  return true;
 }
 
 Stream::Failed* Stream::failure_before(uint64_t ticket) {
@@ -229,6 +244,7 @@ void drain_device(uint32_t device_id) {
       pending.emplace_back(it->second, it->second->newest());
     }
   }
+  if (Scheduler* deferred = scheduler()) deferred->run_all(pending);
   std::exception_ptr failure;
   for (const auto& [stream, ticket] : pending) {
     try {

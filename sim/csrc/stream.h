@@ -11,9 +11,12 @@
 #include <string>
 #include <vector>
 
+#include "scheduler.h"
+
 namespace rbln_sim {
 
-/// An in-order queue of work with a thread of its own, started by the first work.
+/// An in-order queue of work. A thread of its own, started by the first work, runs it;
+/// in deferred mode the Scheduler does.
 ///
 /// A *ticket* is a position in the queue: work is done when `done(ticket)` holds, which
 /// is never before the work has returned and what it kept alive was released.
@@ -31,7 +34,7 @@ class Stream : public std::enable_shared_from_this<Stream> {
   uint32_t device() const { return static_cast<uint32_t>(handle_ >> 32); }
 
   /// Queue `work` and return its ticket. Throws Refusal if no thread can be started.
-  uint64_t submit(std::function<void()> work);
+  uint64_t submit(Work work);
   /// The ticket of the newest work; 0 if there never was any.
   uint64_t newest() const { return submitted_.load(std::memory_order_acquire); }
   bool done(uint64_t ticket) const {
@@ -39,12 +42,17 @@ class Stream : public std::enable_shared_from_this<Stream> {
   }
   /// Throws Refusal if the work, or work before it, failed and was not told yet.
   void wait(uint64_t ticket);
+  /// Whether the work is done, for a program that asks: it gets to know of a failure
+  /// like one that waits, and a loop that asks ends in deferred mode too.
+  bool query(uint64_t ticket);
   /// Like `wait` for work that is done.
   void tell_failure(uint64_t ticket);
   /// Whether `wait` would throw. Tells nothing.
   bool failed(uint64_t ticket);
 
  private:
+  friend class Scheduler;
+
   struct Failed {
     uint64_t ticket;
     std::string message;
@@ -55,6 +63,8 @@ class Stream : public std::enable_shared_from_this<Stream> {
   Failed* failure_before(uint64_t ticket);
   void start();
   void run();
+  // Wait, and tell no failure.
+  void reach(uint64_t ticket);
   // Look for work for a while. Wants the lock free.
   void poll() const;
   void attempt(const std::function<void()>& work);
@@ -63,7 +73,7 @@ class Stream : public std::enable_shared_from_this<Stream> {
   std::mutex mutex_;
   std::condition_variable work_ready_;
   std::condition_variable progress_;
-  std::deque<std::function<void()>> queue_;
+  std::deque<Work> queue_;
   std::atomic<uint64_t> submitted_{0};
   std::atomic<uint64_t> completed_{0};
   std::vector<Failed> failures_;

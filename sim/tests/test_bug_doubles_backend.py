@@ -17,10 +17,11 @@ pytestmark = [
     pytest.mark.skipif(find_spec("lmcache") is None, reason="needs the product"),
 ]
 
-RUNS = 1000
+SEEDS = range(1, 61)
 
 
 def test_the_backend_raises_no_alarm(tmp_path: Path) -> None:
     """In all layouts, stores of two threads and loads, each behind a forward."""
-    runs = [Run("backend", seed) for seed in range(RUNS)]
+    schedules = [*["latest"] * 6, *["earliest"] * 6, *map(str, SEEDS)]
+    runs = [Run("backend", schedule, seed) for seed, schedule in enumerate(schedules)]
     assert_no_alarm(runs, run_all(runs, tmp_path))

@@ -121,9 +121,9 @@ def test_settings_come_from_the_closest_marker_and_from_nowhere_else(
 
         @pytest.mark.rbln_sim(devices=3, seed=4)
         class TestMarked:
-            @pytest.mark.rbln_sim(devices=2, deferred=1)
+            @pytest.mark.rbln_sim(devices=2, deferred="latest")
             def test_both(self, rbln_sim_environment):
-                wanted = {"DEVICES": "2", "DEFERRED": "1", "SEED": "4"}
+                wanted = {"DEVICES": "2", "DEFERRED": "latest", "SEED": "4"}
                 assert settings(rbln_sim_environment) == wanted
 
             def test_class(self, rbln_sim_environment):

@@ -19,6 +19,7 @@ vmem = importlib.import_module("rebel._C.vmem")
 service_of = importlib.import_module("rebel.rds._service")
 settings_of = importlib.import_module("rebel.rds._settings")
 faults = importlib.import_module("rebel.rds._faults")
+order_module = importlib.import_module("rebel.rds._order")
 
 pytestmark = pytest.mark.sim
 
@@ -108,8 +109,8 @@ def test_the_host_sees_poison_until_the_runtime_is_told(storage: Any) -> None:
     chunk.close()
 
 
-def test_a_queued_read_ends_late_in_deferred_mode(storage: Any) -> None:
-    storage(deferred="1")
+def test_a_queued_read_runs_when_it_is_waited_for(storage: Any) -> None:
+    storage(deferred="latest")
     source, target = device_tensor(MIB, 1), device_tensor(MIB, 2)
     chunk = rds.Chunk(size=MIB, device=0)
     chunk.write(buffer_of(source))
@@ -118,9 +119,55 @@ def test_a_queued_read_ends_late_in_deferred_mode(storage: Any) -> None:
         early = device_tensor(MIB, 4)
         early.copy_(target)
     rds.mark_device_updated(target.data_ptr())
-    assert not torch.equal(early.cpu(), host_bytes(MIB, 1))
+    assert torch.equal(early.cpu(), torch.full((MIB,), 0xA5, dtype=torch.uint8))
     assert torch.equal(target.cpu(), host_bytes(MIB, 1))
     chunk.close()
+
+
+@pytest.mark.parametrize("deferred", ["latest", "earliest", "1", "2", "3"])
+def test_queued_transfers_are_right_in_every_order(storage: Any, deferred: str) -> None:
+    storage(deferred=deferred, faults="delay:any:1:1000s+sticky")
+    sources = [device_tensor(UNIT, seed) for seed in range(8)]
+    targets = [device_tensor(UNIT, 9) for _ in sources]
+    chunk = rds.Chunk(size=len(sources) * UNIT, device=0)
+    for move, tensors in ((chunk.write, sources), (chunk.read, targets)):
+        with rds.Stream() as stream:
+            for number, tensor in enumerate(tensors):
+                move(buffer_of(tensor), file_offset=number * UNIT, stream=stream)
+    for seed, target in enumerate(targets):
+        rds.mark_device_updated(target.data_ptr())
+        assert torch.equal(target.cpu(), host_bytes(UNIT, seed))
+    chunk.close()
+
+
+@pytest.mark.parametrize("deferred", ["latest", "earliest", "4"])
+def test_a_failure_of_a_deferred_transfer_is_told_at_the_end(
+    storage: Any, deferred: str
+) -> None:
+    storage(deferred=deferred, faults="eio:read:1")
+    target = device_tensor(UNIT, 1)
+    chunk = rds.Chunk(size=UNIT, device=0)
+    queued = False
+    with pytest.raises(OSError, match="fault eio:read:1"), rds.Stream() as stream:
+        chunk.read(buffer_of(target), stream=stream)
+        queued = True
+    assert queued
+    chunk.close()
+
+
+def test_a_seed_is_an_order_of_transfers_and_seeds_differ() -> None:
+    def order_of(setting: str) -> str:
+        order, queued, ran = order_module.Order(setting), [], ""
+        for name in "abcdefgh":
+            queued.append(name)
+            ran += "".join(order.take(queued, waited_for=False)) + "."
+        return ran + "".join(order.take(queued, waited_for=True))
+
+    assert order_of("earliest") == "a.b.c.d.e.f.g.h."
+    assert order_of("latest") == "........hgfedcba"
+    seeds = [str(seed) for seed in range(1, 21)]
+    assert [order_of(seed) for seed in seeds] == [order_of(seed) for seed in seeds]
+    assert len({order_of(seed) for seed in seeds}) == len(seeds)
 
 
 def test_what_does_not_fit_is_refused(storage: Any) -> None:
@@ -356,13 +403,13 @@ os.kill(os.getpid(), 9)
 
 
 def test_processes_share_the_device_and_never_a_byte(
-    storage: Any, rbln_sim_run: Any, tmp_path: Path
+    storage: Any, rbln_sim_fork: Any, tmp_path: Path
 ) -> None:
     storage(gib=4 * MIB / 2**30)
     torch.rbln.synchronize()
     mine = rds.Chunk(size=MIB, device=0)
     for _ in range(2):  # what the killed process held is free again
-        other = rbln_sim_run(
+        other = rbln_sim_fork(
             HOLD,
             RBLN_SIM_RDS_FILE=os.environ["RBLN_SIM_RDS_FILE"],
             RBLN_SIM_RDS_GIB=os.environ["RBLN_SIM_RDS_GIB"],

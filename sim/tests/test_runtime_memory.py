@@ -221,8 +221,8 @@ def test_a_bound_tensor_takes_its_layout_from_another() -> None:
     assert _same_bytes(cache[4:8], staging)
 
 
-def test_out_of_memory_is_an_error_and_is_counted(rbln_sim_run: RunPython) -> None:
-    done = rbln_sim_run(
+def test_out_of_memory_is_an_error_and_is_counted(rbln_sim_fork: RunPython) -> None:
+    done = rbln_sim_fork(
         """
         import torch
         cache = torch.empty(600 << 20, dtype=torch.uint8, device="rbln")
@@ -245,8 +245,8 @@ def test_out_of_memory_is_an_error_and_is_counted(rbln_sim_run: RunPython) -> No
     assert "out of device memory: 629145600 bytes asked for" in done.stderr
 
 
-def test_eager_allocation_takes_memory_at_once(rbln_sim_run: RunPython) -> None:
-    done = rbln_sim_run(
+def test_eager_allocation_takes_memory_at_once(rbln_sim_fork: RunPython) -> None:
+    done = rbln_sim_fork(
         """
         import torch
         tensor = torch.empty(1 << 20, dtype=torch.uint8, device="rbln")
@@ -257,8 +257,8 @@ def test_eager_allocation_takes_memory_at_once(rbln_sim_run: RunPython) -> None:
     assert done.stdout == f"{MIB}\n", done.stderr
 
 
-def test_memory_is_committed_where_it_is_used(rbln_sim_run: RunPython) -> None:
-    done = rbln_sim_run(
+def test_memory_is_committed_where_it_is_used(rbln_sim_fork: RunPython) -> None:
+    done = rbln_sim_fork(
         """
         import resource, torch
         cache = torch.empty(12 << 30, dtype=torch.uint8, device="rbln")
@@ -271,8 +271,8 @@ def test_memory_is_committed_where_it_is_used(rbln_sim_run: RunPython) -> None:
     assert int(done.stdout) < 2 << 20, done.stderr
 
 
-def test_a_device_address_is_not_host_memory(rbln_sim_run: RunPython) -> None:
-    done = rbln_sim_run(
+def test_a_device_address_is_not_host_memory(rbln_sim_fork: RunPython) -> None:
+    done = rbln_sim_fork(
         """
         import ctypes, torch
         tensor = torch.ones(4, device="rbln")
@@ -307,8 +307,8 @@ def test_a_use_after_free_does_not_reach_a_newer_tensor() -> None:
     assert address not in [tensor.data_ptr() for tensor in newer]
 
 
-def test_a_logical_device_may_span_npus(rbln_sim_run: RunPython) -> None:
-    done = rbln_sim_run(
+def test_a_logical_device_may_span_npus(rbln_sim_fork: RunPython) -> None:
+    done = rbln_sim_fork(
         """
         import torch
         properties = torch.rbln.get_device_properties(0)

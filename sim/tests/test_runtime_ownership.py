@@ -44,9 +44,9 @@ def holder(rbln_sim_environment: dict[str, str]) -> Iterator[subprocess.Popen[st
 
 
 def test_a_held_npu_counts_but_cannot_be_used(
-    holder: subprocess.Popen[str], rbln_sim_run: RunPython
+    holder: subprocess.Popen[str], rbln_sim_fork: RunPython
 ) -> None:
-    done = rbln_sim_run(
+    done = rbln_sim_fork(
         """
         import torch
         print(torch.rbln.is_available(), torch.rbln.device_count(),
@@ -117,12 +117,12 @@ def test_the_monitor_shows_the_machine_only(
 
 
 def test_an_npu_is_free_when_its_holder_is_killed(
-    holder: subprocess.Popen[str], rbln_sim_run: RunPython
+    holder: subprocess.Popen[str], rbln_sim_fork: RunPython
 ) -> None:
-    assert rbln_sim_run(USE).returncode != 0
+    assert rbln_sim_fork(USE).returncode != 0
     holder.kill()
     holder.wait()
-    assert rbln_sim_run(USE).stdout == "used\n"
+    assert rbln_sim_fork(USE).stdout == "used\n"
 
 
 @pytest.mark.rbln_sim(devices=3)
@@ -141,9 +141,9 @@ def test_visible_devices_choose_what_is_opened(
 
 
 def test_looking_opens_nothing_and_using_opens(
-    rbln_sim_run: RunPython, rbln_sim_opens: Callable[[], list[Open]]
+    rbln_sim_fork: RunPython, rbln_sim_opens: Callable[[], list[Open]]
 ) -> None:
-    done = rbln_sim_run(
+    done = rbln_sim_fork(
         """
         import os, torch
         assert torch.rbln.is_available()
@@ -173,8 +173,8 @@ def test_looking_opens_nothing_and_using_opens(
     assert len(opens) == len(set(opens)) == 5
 
 
-def test_a_fork_of_an_owner_cannot_use_the_npu(rbln_sim_run: RunPython) -> None:
-    done = rbln_sim_run(
+def test_a_fork_of_an_owner_cannot_use_the_npu(rbln_sim_fork: RunPython) -> None:
+    done = rbln_sim_fork(
         """
         import os, torch
         tensor = torch.arange(4).to("rbln")
@@ -192,8 +192,8 @@ def test_a_fork_of_an_owner_cannot_use_the_npu(rbln_sim_run: RunPython) -> None:
     assert "rbln_memcpy_v2h: this process was forked from process" in done.stderr
 
 
-def test_a_fork_before_the_first_use_can(rbln_sim_run: RunPython) -> None:
-    done = rbln_sim_run(
+def test_a_fork_before_the_first_use_can(rbln_sim_fork: RunPython) -> None:
+    done = rbln_sim_fork(
         """
         import os, torch
         assert torch.rbln.is_available()
@@ -207,8 +207,8 @@ def test_a_fork_before_the_first_use_can(rbln_sim_run: RunPython) -> None:
     assert done.stdout == "0\n", done.stderr
 
 
-def test_a_wrong_choice_of_devices_is_named(rbln_sim_run: RunPython) -> None:
-    done = rbln_sim_run(
+def test_a_wrong_choice_of_devices_is_named(rbln_sim_fork: RunPython) -> None:
+    done = rbln_sim_fork(
         """
         import torch
         print(torch.rbln.is_available(), torch.rbln.device_count())

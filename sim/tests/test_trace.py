@@ -181,10 +181,10 @@ assert double(lazy)[255].item() == 2
 
 @pytest.mark.sim
 def test_graphs_are_traced_and_uploads_inside_them_are_hidden(
-    rbln_sim_run: Any, tmp_path: Path
+    rbln_sim_fork: Any, tmp_path: Path
 ) -> None:
     path = tmp_path / "trace.jsonl"
-    done = rbln_sim_run(GRAPH, RBLN_SIM_TRACE=str(path))
+    done = rbln_sim_fork(GRAPH, RBLN_SIM_TRACE=str(path))
     assert done.returncode == 0, done.stderr
     operations = trace.read(path)
     graphs = [o for o in operations if o.kind == "graph"]
@@ -202,7 +202,7 @@ def test_graphs_are_traced_and_uploads_inside_them_are_hidden(
 
 
 @pytest.mark.sim
-def test_loans_are_traced_as_hidden_copies(rbln_sim_run: Any, tmp_path: Path) -> None:
+def test_loans_are_traced_as_hidden_copies(rbln_sim_fork: Any, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     code = """
     import torch
@@ -211,7 +211,7 @@ def test_loans_are_traced_as_hidden_copies(rbln_sim_run: Any, tmp_path: Path) ->
     cache.add_(1)  # no device kernel: torch-rbln borrows the bytes
     print(cache.cpu().sum().item())
     """
-    done = rbln_sim_run(code, RBLN_SIM_TRACE=str(path))
+    done = rbln_sim_fork(code, RBLN_SIM_TRACE=str(path))
     assert done.stdout == "256.0\n", done.stderr
     assert [(o.label, o.bytes) for o in trace.read(path)] == [
         ("d2h hidden", 1024),
@@ -222,10 +222,10 @@ def test_loans_are_traced_as_hidden_copies(rbln_sim_run: Any, tmp_path: Path) ->
 
 @pytest.mark.sim
 def test_a_trace_that_cannot_be_written_is_named(
-    rbln_sim_run: Any, tmp_path: Path
+    rbln_sim_fork: Any, tmp_path: Path
 ) -> None:
     code = "import torch; torch.ones(4).to('rbln')"
-    done = rbln_sim_run(code, RBLN_SIM_TRACE=str(tmp_path))
+    done = rbln_sim_fork(code, RBLN_SIM_TRACE=str(tmp_path))
     assert done.returncode != 0
     assert f"cannot open RBLN_SIM_TRACE='{tmp_path}': Is a directory" in done.stderr
 

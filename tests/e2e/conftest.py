@@ -35,12 +35,12 @@ STACK_ORDER = ("", "blocks-first", "kv-first", "mla")
 def runtime() -> Runtime:
     """NPU or simulator, with the environment that leads to it.
 
-    Copies of the simulator end late, their destination poisoned until then: whoever
-    reads too early reads garbage. RBLN_SIM_DEFERRED=0 in the environment of the tests
-    lets them end as soon as they can.
+    Copies of the simulator run when something waits for them, their destination
+    poisoned until then: whoever reads too early reads garbage. RBLN_SIM_DEFERRED=0 in
+    the environment of the tests lets them run as soon as they can.
     """
     found = find_runtime()
-    return replace(found, env={"RBLN_SIM_DEFERRED": "1", **found.env})
+    return replace(found, env={"RBLN_SIM_DEFERRED": "latest", **found.env})
 
 
 @pytest.fixture(scope="session")

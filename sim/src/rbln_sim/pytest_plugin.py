@@ -5,7 +5,7 @@ Opt in with ``pytest -p rbln_sim.pytest_plugin``; it is not installed as an entr
 and loading it changes nothing. Each test gets a simulated machine of its own: its NPUs
 are free, whatever else runs, and a log says who opened which.
 
-    @pytest.mark.rbln_sim(devices=2, deferred=1)
+    @pytest.mark.rbln_sim(devices=2, deferred="latest")
     def test_only_the_worker_opens(rbln_sim_run, rbln_sim_opens):
         rbln_sim_run("import torch; torch.rbln.synchronize()")
         assert [entry.npu for entry in rbln_sim_opens()] == [0, 1]

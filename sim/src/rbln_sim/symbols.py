@@ -114,7 +114,7 @@ BEHAVIOURS: tuple[Behaviour, ...] = (
         ASSUMED,
         "synchronous; overlapping destinations are refused, which the real runtime "
         "leaves to the caller; no limit on the number of entries; in deferred mode in "
-        "any order, by seed",
+        "an order by the schedule",
     ),
     Behaviour(
         (

@@ -14,6 +14,7 @@
 #include <cstring>
 #include <filesystem>
 #include <functional>
+#include <initializer_list>
 #include <iostream>
 #include <sstream>
 #include <stdexcept>
@@ -25,8 +26,10 @@
 namespace harness {
 
 struct Test {
-  const char* name;
+  std::string name;
   void (*body)();
+  /// RBLN_SIM_DEFERRED of its process.
+  const char* deferred = "0";
 };
 
 inline std::vector<Test>& tests() {
@@ -36,6 +39,12 @@ inline std::vector<Test>& tests() {
 
 struct Registered {
   Registered(const char* name, void (*body)()) { tests().push_back({name, body}); }
+  Registered(const char* name, void (*body)(),
+             std::initializer_list<const char*> modes) {
+    for (const char* deferred : modes) {
+      tests().push_back({name + std::string(" deferred=") + deferred, body, deferred});
+    }
+  }
 };
 
 struct Failure : std::runtime_error {
@@ -112,6 +121,7 @@ inline int run_all() {
       for (const char* name : {"RBLN_DEVICES", "RBLN_VISIBLE_DEVICES"}) unsetenv(name);
       setenv("RBLN_SIM_DEVICES", "2", 1);
       setenv("RBLN_SIM_MEMORY_GIB", "1", 1);
+      setenv("RBLN_SIM_DEFERRED", test.deferred, 1);
       setenv("RBLN_SIM_STATE_DIR", folder.c_str(), 1);
       test.body();
     });
@@ -129,6 +139,12 @@ inline int run_all() {
 #define TEST(name)                                                 \
   static void name();                                              \
   static const harness::Registered registered_##name(#name, name); \
+  static void name()
+/// A test that holds in ordinary and in deferred mode, whatever the schedule.
+#define TEST_IN_EVERY_MODE(name)                                \
+  static void name();                                           \
+  static const harness::Registered registered_##name(           \
+      #name, name, {"0", "latest", "earliest", "1", "2", "3"}); \
   static void name()
 #define CHECK(condition) \
   if (!(condition)) harness::fail(__FILE__, __LINE__, "not true: " #condition)

@@ -49,8 +49,7 @@ TEST(the_default_stream_is_number_0) {
   CHECK_EQ(stream, 1ull << 32);
 }
 
-TEST(deferred_copies_are_done_after_each_kind_of_wait) {
-  setenv("RBLN_SIM_DEFERRED", "1", 1);
+TEST_IN_EVERY_MODE(copies_are_done_after_each_kind_of_wait) {
   const uint64_t stream = make_stream(), event = make_event();
   CHECK_EQ(rbln_set_current_stream(0, stream), kSuccess);
   for (int kind = 0; kind < 5; ++kind) {
@@ -80,8 +79,7 @@ TEST(deferred_copies_are_done_after_each_kind_of_wait) {
   }
 }
 
-TEST(a_stream_of_any_device_waits_for_an_event) {
-  setenv("RBLN_SIM_DEFERRED", "1", 1);
+TEST_IN_EVERY_MODE(a_stream_of_any_device_waits_for_an_event) {
   for (const uint32_t device : {0u, 1u}) {
     const uint64_t first = make_stream(), event = make_event();
     uint64_t second = 0;

@@ -40,8 +40,7 @@ TEST(a_view_is_checked_like_a_copy) {
   CHECK_FAILS(kFailure, "out of device memory", rbln_sim_device_view(vaddr, 1, &host));
 }
 
-TEST(a_graph_runs_behind_the_queued_copies) {
-  setenv("RBLN_SIM_DEFERRED", "1", 1);
+TEST_IN_EVERY_MODE(a_graph_runs_behind_the_queued_copies) {
   uint64_t vaddr, stream, handle, host;
   rbln_malloc_eager(0, kSize, vaddr);
   rbln_stream_create(0, &stream);

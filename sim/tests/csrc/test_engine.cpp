@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "engine.h"
 
-#include <algorithm>
+#include <thread>
 
 #include "harness.h"
 
@@ -46,14 +46,14 @@ TEST(overlapping_copies_are_right) {
   }
 }
 
-TEST(a_queued_copy_is_done_with_its_ticket) {
+TEST_IN_EVERY_MODE(a_queued_copy_is_done_with_its_ticket) {
   const auto stream = create_stream(0);
   Buffers buffers;
   stream->wait(copy_on(*stream, buffers.job()));
   CHECK_EQ(buffers.dst, buffers.src);
 }
 
-TEST(a_queued_copy_keeps_its_owners) {
+TEST_IN_EVERY_MODE(a_queued_copy_keeps_its_owners) {
   const auto stream = create_stream(0);
   Buffers buffers;
   auto owner = std::make_shared<int>(0);
@@ -64,30 +64,8 @@ TEST(a_queued_copy_keeps_its_owners) {
   CHECK(watched.expired());
 }
 
-TEST(a_deferred_copy_shows_poison_until_it_is_done) {
-  setenv("RBLN_SIM_DEFERRED", "1", 1);
-  const auto stream = create_stream(0);
-  bool seen = false;
-  // A busy machine may stop this thread for as long as a copy takes: then once more.
-  for (int i = 0; i < 100 && !seen; ++i) {
-    Buffers buffers;
-    const uint64_t ticket = copy_on(*stream, buffers.job());
-    const char* last = buffers.dst.data() + kSize - 1;
-    int found = 'd';
-    while (found == 'd') found = peek(last);
-    CHECK(found == kPoison || found == 's');
-    // Poison that was looked at before, and a copy that is not done behind it.
-    seen = found == kPoison && !stream->done(ticket);
-    stream->wait(ticket);
-    CHECK_EQ(buffers.dst, buffers.src);
-  }
-  CHECK(seen);
-}
-
-TEST(poison_comes_in_stream_order) {
-  // The second copy reads what the first one wrote, into the first one's source: poison
-  // at submission would be copied.
-  setenv("RBLN_SIM_DEFERRED", "1", 1);
+TEST_IN_EVERY_MODE(copies_on_one_stream_see_each_other) {
+  // The second copy writes what the first one reads: poison at once would be copied.
   const auto stream = create_stream(0);
   Buffers buffers;
   std::string third(kSize, 't');
@@ -98,8 +76,7 @@ TEST(poison_comes_in_stream_order) {
   CHECK_EQ(buffers.dst, buffers.src);
 }
 
-TEST(a_deferred_copy_onto_itself_is_right) {
-  setenv("RBLN_SIM_DEFERRED", "1", 1);
+TEST_IN_EVERY_MODE(a_copy_onto_itself_is_right) {
   const auto stream = create_stream(0);
   std::string bytes = "0123456789";
   stream->wait(copy_on(
@@ -107,19 +84,12 @@ TEST(a_deferred_copy_onto_itself_is_right) {
   CHECK_EQ(bytes, "0101234567");
 }
 
-TEST(delays_are_from_1_to_50_ms_and_follow_the_seed) {
-  std::vector<int64_t> delays;
-  for (uint64_t position = 0; position < 10000; ++position) {
-    const auto delay = deferred_delay(7, 3, position);
-    CHECK(delay == deferred_delay(7, 3, position));
-    delays.push_back(delay.count());
-  }
-  CHECK(*std::min_element(delays.begin(), delays.end()) >= 1000);
-  CHECK(*std::min_element(delays.begin(), delays.end()) < 1500);
-  CHECK(*std::max_element(delays.begin(), delays.end()) <= 50000);
-  CHECK(*std::max_element(delays.begin(), delays.end()) > 49500);
-  CHECK(deferred_delay(7, 3, 0) != deferred_delay(8, 3, 0));
-  CHECK(deferred_delay(7, 3, 0) != deferred_delay(7, 4, 0));
+TEST(a_copy_that_a_fault_strikes_shows_poison_in_ordinary_mode_too) {
+  setenv("RBLN_SIM_FAULTS", "hang:d2h:1", 1);
+  const auto stream = create_stream(0);
+  static auto* buffers = new Buffers();  // the stream's thread keeps it
+  copy_on(*stream, buffers->job());
+  while (peek(buffers->dst.data() + kSize - 1) != kPoison) std::this_thread::yield();
 }
 
 HARNESS_MAIN()

@@ -58,6 +58,13 @@ TEST(a_hang_with_a_time_fails_after_it) {
   CHECK(now_ns() - begin >= 20'000'000);
 }
 
+TEST(faults_take_no_time_in_deferred_mode) {
+  setenv("RBLN_SIM_DEFERRED", "latest", 1);
+  setenv("RBLN_SIM_FAULTS", "delay:sync:1:1000s,hang:sync:2:1000s", 1);
+  perform({Kind::kSync, 0}, [](uint64_t) {});
+  CHECK_REFUSED("sync timed out", perform({Kind::kSync, 0}, [](uint64_t) {}));
+}
+
 TEST(a_hang_ends_with_the_process) {
   const int status = harness::status_of_child([] {
     setenv("RBLN_SIM_FAULTS", "hang:sync:1", 1);

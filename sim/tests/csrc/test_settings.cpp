@@ -27,7 +27,7 @@ TEST(defaults) {
   const Settings read = read_settings();
   CHECK_EQ(read.devices, 1u);
   CHECK_EQ(read.memory_bytes, 16ull << 30);
-  CHECK(!read.deferred);
+  CHECK(read.schedule == Schedule::kOrdinary);
   CHECK_EQ(read.seed, 0u);
   CHECK_EQ(read.open_log, "");
   CHECK_EQ(read.state_dir, "/tmp/rbln-sim-" + std::to_string(getuid()));
@@ -36,14 +36,15 @@ TEST(defaults) {
 TEST(values) {
   setenv("RBLN_SIM_DEVICES", "8", 1);
   setenv("RBLN_SIM_MEMORY_GIB", "0.5", 1);
-  setenv("RBLN_SIM_DEFERRED", "1", 1);
+  setenv("RBLN_SIM_DEFERRED", "18446744073709551615", 1);
   setenv("RBLN_SIM_SEED", "18446744073709551615", 1);
   setenv("RBLN_SIM_OPEN_LOG", "log", 1);
   setenv("RBLN_SIM_STATE_DIR", "state", 1);
   const Settings read = read_settings();
   CHECK_EQ(read.devices, 8u);
   CHECK_EQ(read.memory_bytes, 512ull << 20);
-  CHECK(read.deferred);
+  CHECK(read.schedule == Schedule::kSeeded);
+  CHECK_EQ(read.schedule_seed, UINT64_MAX);
   CHECK_EQ(read.seed, UINT64_MAX);
   CHECK_EQ(read.open_log, "log");
   CHECK_EQ(read.state_dir, "state");
@@ -72,7 +73,7 @@ TEST(a_bad_value_is_refused_by_name) {
        {"x", "0", "-1", "nan", "inf", "1g", "1025", "0x10", "1e2", " 1", "."}) {
     check_bad("RBLN_SIM_MEMORY_GIB", value);
   }
-  for (const char* value : {"yes", "true", "2", "on"}) {
+  for (const char* value : {"yes", "-1", "1.5", " 1", "Latest", "1latest", "00"}) {
     check_bad("RBLN_SIM_DEFERRED", value);
   }
   for (const char* value : {"x", "-1", "18446744073709551616", " 1"}) {
@@ -92,6 +93,25 @@ TEST(a_bad_value_is_refused_by_name) {
   }
   setenv("RBLN_SIM_FAULTS", "fail", 1);
   CHECK_REFUSED("RBLN_SIM_FAULTS: cannot read the rule 'fail'", read_settings());
+}
+
+TEST(the_schedule_of_deferred_mode) {
+  const auto schedule = [](const char* value) {
+    setenv("RBLN_SIM_DEFERRED", value, 1);
+    return read_settings().schedule;
+  };
+  CHECK(schedule("") == Schedule::kOrdinary);
+  CHECK(schedule("0") == Schedule::kOrdinary);
+  CHECK(schedule("latest") == Schedule::kLatest);
+  CHECK(schedule("earliest") == Schedule::kEarliest);
+  CHECK(schedule("1") == Schedule::kSeeded);
+  CHECK_EQ(read_settings().schedule_seed, 1u);
+}
+
+TEST(deferred_mode_has_no_costs) {
+  setenv("RBLN_SIM_DEFERRED", "latest", 1);
+  setenv("RBLN_SIM_GBPS", "58", 1);
+  CHECK_REFUSED("RBLN_SIM_DEFERRED='latest': nothing takes time", read_settings());
 }
 
 TEST(costs) {

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs scenarios, each in a process of its own with a simulated machine of its own.
 
-The seed counts from a process's first use of an NPU on, and starting Python with torch
-takes seconds. So this process imports everything once, never uses an NPU, and forks a
-child for each run. Its arguments: a file with the runs, a file for their outcomes, a
-folder, and how many children may run at once (they sleep most of the time).
+A schedule counts from a process's first use of an NPU on, and starting Python with
+torch takes seconds. So this process imports everything once, never uses an NPU, and
+forks a child for each run. Its arguments: a file with the runs, a file for their
+outcomes, a folder, and how many children may run at once.
 """
 
 # Standard
@@ -24,7 +24,7 @@ import torch
 # First Party
 from sim.tests.doubles.addresses import CallRefusedError
 from sim.tests.doubles.bugs import CRASHED, DIFFERS, REFUSED, Bug
-from sim.tests.doubles.scenarios import SCENARIOS, WrongBytesError
+from sim.tests.doubles.scenarios import FAULTS, SCENARIOS, WrongBytesError
 
 TIME_LIMIT_S = 300
 RIGHT, BROKEN = "right", "broken"
@@ -44,7 +44,7 @@ def run_here(run: dict[str, Any]) -> str:
     """Run one scenario in this process.
 
     Args:
-        run: ``scenario``, ``bug`` (a name, or none) and ``seed``.
+        run: ``scenario``, ``bug`` (a name, or none), ``seed`` and ``deferred``.
 
     Returns:
         ``right``, ``differs``, ``refused``, or ``broken`` for every other error; what
@@ -73,7 +73,8 @@ def start(number: int, run: dict[str, Any], folder: Path) -> int:
     try:
         signal.alarm(TIME_LIMIT_S)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        os.environ["RBLN_SIM_SEED"] = str(run["seed"])
+        os.environ["RBLN_SIM_DEFERRED"] = run["deferred"]
+        os.environ["RBLN_SIM_FAULTS"] = FAULTS.get(run["scenario"], "")
         os.environ["RBLN_SIM_STATE_DIR"] = str(folder / f"{number}.npus")
         log = os.open(folder / f"{number}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(log, 1)

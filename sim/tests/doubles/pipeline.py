@@ -22,7 +22,7 @@ from sim.tests.doubles.bugs import Bug
 BUFFERS = 2
 
 
-@dataclass
+@dataclass(eq=False)
 class Slot:
     """One pinned buffer, and the event behind the newest copy from or to it."""
 
@@ -58,6 +58,9 @@ class Pipeline:
         buffers: Pinned staging, used by no one else.
         bug: The mistake to make, if any.
         before_read: Called between the wait for a copy and the read of its buffer.
+
+    Attributes:
+        waits_like: The pipeline whose events it waits for before it reads: itself.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class Pipeline:
         self._slots = [Slot(buffer, torch.rbln.Event()) for buffer in buffers]
         self._bug = bug
         self._before_read = before_read
+        self.waits_like = self
 
     def gather(
         self,
@@ -121,7 +125,7 @@ class Pipeline:
             slot.buffer.copy_(part)
             self._copy(block, slot.buffer)
             slot.event.record(stream)
-        if self._bug is not Bug.SCATTER_RETURNS_EARLY:
+        if self._bug not in (Bug.SCATTER_RETURNS_EARLY, Bug.STAGING_GIVEN_BACK_EARLY):
             stream.synchronize()
 
     def _stream(self, device: torch.device) -> Any:
@@ -141,7 +145,7 @@ class Pipeline:
 
     def _read(self, slot: Slot, piece: Piece, chunk: torch.Tensor) -> None:
         if self._bug is not Bug.NO_WAIT_BEFORE_READ:
-            slot.event.synchronize()
+            self.waits_like._slots[self._slots.index(slot)].event.synchronize()
         self._before_read()
         _window(chunk, piece, slot.buffer).copy_(slot.buffer)
 

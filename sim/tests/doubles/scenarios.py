@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 import random
 import threading
@@ -26,6 +27,9 @@ POISON = 0xA5
 LAYERS, BLOCKS, SLOTS, WIDTH = 2, 8, 2, 16
 # The ones that the forward writes last, and not in order.
 STORED = (7, 5, 6)
+OTHERS = (0, 2, 1)
+# RBLN_SIM_FAULTS of a scenario.
+FAULTS = {"failing store": "fail:d2h:2"}
 
 
 class WrongBytesError(AssertionError):
@@ -93,6 +97,11 @@ class Engine:
         shape = (LAYERS, tokens, self._shape[1], WIDTH)
         return torch.zeros(shape, dtype=torch.uint8, pin_memory=pinned)
 
+    def direct_chunk(self) -> torch.Tensor:
+        """Return pinned room for the stored blocks as the device has them."""
+        shape = (LAYERS, len(STORED), *self._shape[1:])
+        return torch.zeros(shape, dtype=torch.uint8, pin_memory=True)
+
     def store(self, pipeline: Pipeline, forward_done: Any) -> torch.Tensor:
         """Gather on a stream of its own behind the forward, as store threads do."""
         chunk = self.chunk()
@@ -104,17 +113,24 @@ class Engine:
         return chunk
 
 
-def chunk_of(values: list[torch.Tensor]) -> torch.Tensor:
-    """Return the chunk of the stored blocks, one token and head at a time."""
+def chunk_of(
+    values: list[torch.Tensor], table: tuple[int, ...] = STORED
+) -> torch.Tensor:
+    """Return the chunk of some blocks, one token and head at a time."""
     heads = values[0].shape[1]
-    chunk = torch.empty((LAYERS, len(STORED) * SLOTS, heads, WIDTH), dtype=torch.uint8)
+    chunk = torch.empty((LAYERS, len(table) * SLOTS, heads, WIDTH), dtype=torch.uint8)
     for layer, content in enumerate(values):
-        for position, block in enumerate(STORED):
+        for position, block in enumerate(table):
             for slot in range(SLOTS):
                 for head in range(heads):
                     token = position * SLOTS + slot
                     chunk[layer, token, head] = content[block, head, slot]
     return chunk
+
+
+def direct_chunk_of(values: list[torch.Tensor]) -> torch.Tensor:
+    """Return the stored blocks as the device has them."""
+    return torch.stack([layer[list(STORED)] for layer in values])
 
 
 def compare(got: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
@@ -155,14 +171,18 @@ def two_stores(bug: Bug | None, seed: int) -> None:
         if bug is Bug.SHARED_STAGING:
             buffers = [buffers[0], buffers[0]]
         in_step = threading.Barrier(2, timeout=120)
+        pipelines = [
+            Pipeline(staging, bug, before_read=in_step.wait) for staging in buffers
+        ]
+        if bug is Bug.OTHER_THREADS_EVENT:
+            pipelines[0].waits_like = pipelines[1]
 
-        def run(engine: Engine, staging: list[torch.Tensor]) -> None:
-            pipeline = Pipeline(staging, bug, before_read=in_step.wait)
+        def run(engine: Engine, pipeline: Pipeline) -> None:
             values = engine.values()
             chunk = engine.store(pipeline, engine.forward(values))
             compare(chunk, chunk_of(values), "the chunk of a thread")
 
-        list(threads.map(run, [one, other], buffers))
+        list(threads.map(run, [one, other], pipelines))
 
 
 def failed_store(bug: Bug | None, seed: int) -> None:
@@ -188,6 +208,68 @@ def failed_store(bug: Bug | None, seed: int) -> None:
             compare(buffer, torch.full_like(buffer, 7), "a buffer of the next user")
 
 
+def private_store(bug: Bug | None, seed: int) -> None:
+    """A store on a stream of its own, for a caller whose stream is the forward's."""
+    with Engine(seed) as engine:
+        values = engine.values()
+        engine.forward(values)
+        chunk = engine.chunk()
+        private = torch.rbln.Stream(engine.device)
+        with torch.rbln.stream(engine.compute):
+            if bug is not Bug.PRIVATE_STREAM_ALONE:
+                private.wait_stream(torch.rbln.current_stream(engine.device))
+            with torch.rbln.stream(private):
+                Pipeline(engine.buffers(), bug).gather(engine.layers, STORED, chunk)
+        compare(chunk, chunk_of(values), "the chunk")
+
+
+def overtaken_store(bug: Bug | None, seed: int) -> None:
+    """A store is queued, and behind it the forward that writes the same blocks."""
+    with Engine(seed) as engine:
+        stored = engine.values()
+        done = engine.forward(stored)
+        chunk = engine.direct_chunk()
+        stream = torch.rbln.Stream(engine.device)
+        with torch.rbln.stream(stream):
+            stream.wait_event(done)
+            for layer, blocks in zip(engine.layers, chunk, strict=True):
+                for block, target in zip(STORED, blocks, strict=True):
+                    target.copy_(layer[block], non_blocking=True)
+        copied = stream.record_event()
+        if bug is not Bug.SOURCE_OVERWRITTEN:
+            engine.compute.wait_event(copied)
+        engine.forward(engine.values()).synchronize()
+        copied.synchronize()
+        compare(chunk, direct_chunk_of(stored), "the chunk")
+
+
+def failing_store(bug: Bug | None, seed: int) -> None:
+    """The second copy of a store fails while another thread watches a stream."""
+    engine = Engine(seed)
+    values = engine.values()
+    done = engine.forward(values)
+    watched = torch.rbln.Stream(engine.device)
+    stream = watched if bug is Bug.ERROR_TAKEN else torch.rbln.Stream(engine.device)
+    chunk = engine.direct_chunk()
+
+    def watch() -> None:
+        with suppress(RuntimeError):
+            watched.record_event().synchronize()
+
+    with ThreadPoolExecutor(1) as thread, torch.rbln.stream(stream):
+        stream.wait_event(done)
+        for layer, blocks in zip(engine.layers, chunk, strict=True):
+            for block, target in zip(STORED, blocks, strict=True):
+                target.copy_(layer[block], non_blocking=True)
+            thread.submit(watch).result()
+        try:
+            stream.synchronize()
+        except RuntimeError:
+            return
+    compare(chunk, direct_chunk_of(values), "the chunk of a store that succeeded")
+    raise AssertionError("no copy failed")
+
+
 def load(bug: Bug | None, seed: int) -> None:
     """Blocks are restored behind a forward, on its stream."""
     with Engine(seed) as engine:
@@ -198,6 +280,24 @@ def direct_load(bug: Bug | None, seed: int) -> None:
     """Blocks of one head are restored straight from the chunk, which is then reused."""
     with Engine(seed, heads=1) as engine:
         _load(engine, bug, pinned=True)
+
+
+def pooled_loads(bug: Bug | None, seed: int) -> None:
+    """Two loads, each on a stream of its own, take their buffers from one pool."""
+    with Engine(seed) as engine:
+        restored = engine.values()
+        pool = engine.buffers()
+        engine.forward(engine.values()).synchronize()
+        for table in (STORED, OTHERS):
+            with torch.rbln.stream(torch.rbln.Stream(engine.device)):
+                Pipeline(pool, bug).scatter(
+                    engine.layers, table, chunk_of(restored, table)
+                )
+        torch.rbln.synchronize(engine.device)
+        for layer, new in zip(engine.layers, restored, strict=True):
+            got = layer.cpu()
+            for block in STORED + OTHERS:
+                compare(got[block], new[block], f"block {block}")
 
 
 def _load(engine: Engine, bug: Bug | None, pinned: bool) -> None:
@@ -240,6 +340,10 @@ SCENARIOS: dict[str, Callable[[Bug | None, int], None]] = {
     "store": store,
     "two stores": two_stores,
     "failed store": failed_store,
+    "private store": private_store,
+    "overtaken store": overtaken_store,
+    "failing store": failing_store,
+    "pooled loads": pooled_loads,
     "load": load,
     "direct load": direct_load,
     "addresses": addresses,

@@ -71,12 +71,12 @@ CONFIGS = {
         # POST /reset_prefix_cache, which evicts the NPU's KV cache.
         env={"VLLM_SERVER_DEV_MODE": "1"},
     ),
-    # Few blocks and a CPU tier of nine chunks; copies end late, their destination
-    # poisoned until then.
+    # Few blocks and a CPU tier of nine chunks; copies run when something waits for
+    # them, their destination poisoned until then.
     "small": InProcessConfig(
         "small",
         probe=True,
-        env={"LMCACHE_MAX_LOCAL_CPU_SIZE": "0.0023", "RBLN_SIM_DEFERRED": "1"},
+        env={"LMCACHE_MAX_LOCAL_CPU_SIZE": "0.0023", "RBLN_SIM_DEFERRED": "latest"},
     ),
     # The custom kernel's KV layout, on two NPUs.
     "two-npus": InProcessConfig(

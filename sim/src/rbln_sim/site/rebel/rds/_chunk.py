@@ -6,8 +6,6 @@ import errno
 import functools
 import mmap
 import os
-import random
-import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import TracebackType
 
@@ -17,7 +15,6 @@ from ._service import service
 from ._settings import UNIT
 
 _POISON = 0xA5
-_MAX_DELAY_S = 0.05
 
 
 @functools.cache
@@ -34,7 +31,9 @@ def _array_type(nbytes: int) -> type[ctypes.Array]:
 class Stream:
     """Queue of transfers; leaving the ``with`` block waits for all of them.
 
-    Transfers of one stream run at the same time and in any order.
+    Transfers of one stream run at the same time and in any order. In deferred mode they
+    run in the calling thread, where the schedule says so, and what is read into holds
+    poison until then.
 
     Args:
         device: torch device index.
@@ -45,6 +44,8 @@ class Stream:
         self.device = device
         self.node_id = node_id
         self._pending: list[Future[None]] | None = None
+        # Deferred mode: those that have not run.
+        self._queued: list[tuple[_Transfer, Future[None]]] = []
 
     def __enter__(self) -> "Stream":
         self._pending = []
@@ -57,6 +58,7 @@ class Stream:
         trace: TracebackType | None,
     ) -> None:
         pending, self._pending = self._pending or [], None
+        self._run_queued(waited_for=True)
         wait(pending)
         if error is None:
             for transfer in pending:
@@ -66,7 +68,30 @@ class Stream:
         """Queue a transfer; for :class:`Chunk`."""
         if self._pending is None:
             raise RuntimeError("rds: the stream is used outside of its 'with' block")
-        self._pending.append(_pool(os.getpid()).submit(transfer.run))
+        if service().order is None:
+            self._pending.append(_pool(os.getpid()).submit(transfer.run))
+            return
+        future: Future[None] = Future()
+        try:
+            transfer.poison()
+        except RuntimeError as error:
+            future.set_exception(error)
+        else:
+            self._queued.append((transfer, future))
+        self._pending.append(future)
+        self._run_queued(waited_for=False)
+
+    def _run_queued(self, waited_for: bool) -> None:
+        order = service().order
+        if order is None:
+            return
+        for transfer, future in order.take(self._queued, waited_for):
+            try:
+                transfer.run()
+            except Exception as error:
+                future.set_exception(error)
+            else:
+                future.set_result(None)
 
 
 class Chunk:
@@ -163,6 +188,14 @@ class _Transfer:
         self._buffer = buf
         self._offset = offset
 
+    def poison(self) -> None:
+        """Fill the device memory that it is going to fill."""
+        if self._kind != "read":
+            return
+        address = _device.device_bytes(self._buffer.vaddr, self._buffer.size)
+        _device.set_host_view_known(self._buffer.vaddr, False)
+        ctypes.memset(address, _POISON, self._buffer.size)
+
     def run(self) -> None:
         address = _device.device_bytes(self._buffer.vaddr, self._buffer.size)
         array = _array_type(self._buffer.size).from_address(address)
@@ -170,11 +203,6 @@ class _Transfer:
         reads = self._kind == "read"
         if reads:
             _device.set_host_view_known(self._buffer.vaddr, False)
-        if self._service.deferred:
-            if reads:
-                ctypes.memset(address, _POISON, self._buffer.size)
-            chance = random.Random(f"{self._service.seed} {self._offset}").random()
-            time.sleep(chance * _MAX_DELAY_S)
         torn = self._service.faults.begin(self._kind) == "torn"
         length = self._buffer.size // 2 // UNIT * UNIT if torn else self._buffer.size
         if address % UNIT:

@@ -22,9 +22,11 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+Sleep = Callable[[float], None]
 
 KINDS = ("alloc", "write", "read")
 # What an action may strike.
@@ -118,11 +120,15 @@ class Schedule:
     Args:
         rules: The rules.
         seed: Of the probabilities.
+        sleep: How ``delay`` takes its time.
     """
 
-    def __init__(self, rules: Sequence[Rule], seed: int) -> None:
+    def __init__(
+        self, rules: Sequence[Rule], seed: int, sleep: Sleep = time.sleep
+    ) -> None:
         self._rules = rules
         self._seed = seed
+        self._sleep = sleep
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._struck: set[Rule] = set()
@@ -143,7 +149,7 @@ class Schedule:
         if rule is None:
             return None
         if rule.action == "delay":
-            time.sleep(rule.seconds)
+            self._sleep(rule.seconds)
             return None
         if rule.action == "torn":
             return "torn"
@@ -193,17 +199,19 @@ class FileSchedule:
     Args:
         path: The file; whoever changes it must rename a new one into its place.
         seed: Of the probabilities.
+        sleep: As for :class:`Schedule`.
 
     Raises:
         ValueError: The file cannot be read, or a rule in it.
     """
 
-    def __init__(self, path: Path, seed: int) -> None:
+    def __init__(self, path: Path, seed: int, sleep: Sleep = time.sleep) -> None:
         self._path = path
         self._seed = seed
+        self._sleep = sleep
         self._lock = threading.Lock()
         self._version: tuple[int, int] | None = None
-        self._schedule = Schedule((), seed)
+        self._schedule = Schedule((), seed, sleep)
         self._current()
 
     def begin(self, kind: str) -> str | None:
@@ -222,7 +230,7 @@ class FileSchedule:
                     version = (stat.st_ino, stat.st_mtime_ns)
                     if version != self._version:
                         rules = parse(file.read().strip())
-                        self._schedule = Schedule(rules, self._seed)
+                        self._schedule = Schedule(rules, self._seed, self._sleep)
                         self._version = version
             except OSError as error:
                 raise ValueError(
@@ -231,16 +239,19 @@ class FileSchedule:
             return self._schedule
 
 
-def schedule_of(setting: str, seed: int) -> Schedule | FileSchedule:
+def schedule_of(
+    setting: str, seed: int, sleep: Sleep = time.sleep
+) -> Schedule | FileSchedule:
     """Return the schedule that a setting asks for.
 
     Args:
         setting: Rules, or ``@`` and the path of a file of rules.
         seed: Of the probabilities.
+        sleep: How ``delay`` takes its time.
 
     Raises:
         ValueError: The setting cannot be read.
     """
     if setting.startswith("@"):
-        return FileSchedule(Path(setting[1:]), seed)
-    return Schedule(parse(setting), seed)
+        return FileSchedule(Path(setting[1:]), seed, sleep)
+    return Schedule(parse(setting), seed, sleep)

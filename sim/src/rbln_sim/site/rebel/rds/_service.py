@@ -12,12 +12,14 @@ import functools
 import json
 import os
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from ._faults import schedule_of
+from ._order import Order
 from ._settings import UNIT, settings
 
 
@@ -53,9 +55,9 @@ class Service:
         config = settings()
         self.capacity = config.capacity
         self.path = config.file
-        self.faults = schedule_of(config.faults, config.seed)
-        self.deferred = config.deferred
-        self.seed = config.seed
+        self.order = Order(config.deferred) if config.deferred else None
+        sleep = (lambda seconds: None) if config.deferred else time.sleep
+        self.faults = schedule_of(config.faults, config.seed, sleep)
         self._me = (os.getpid(), _birth(os.getpid()))
         self._lock = threading.Lock()
         self._fd: int | None = None

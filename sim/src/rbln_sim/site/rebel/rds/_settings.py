@@ -21,15 +21,16 @@ class Settings:
         file: Holds its bytes.
         capacity: Its size in bytes; 0: there is no storage service.
         faults: What goes wrong, and when; see :func:`schedule_of`.
-        seed: Of delays, and of faults by probability.
-        deferred: Whether operations on a stream end late.
+        seed: Of faults by probability.
+        deferred: When operations on a stream run: ``latest``, ``earliest`` or a seed;
+            empty: as soon as they can, in threads.
     """
 
     file: Path
     capacity: int
     faults: str
     seed: int
-    deferred: bool
+    deferred: str
 
 
 def _state_dir() -> Path:
@@ -63,7 +64,8 @@ def settings() -> Settings:
     """
     file = os.environ.get("RBLN_SIM_RDS_FILE")
     faults = os.environ.get("RBLN_SIM_RDS_FAULTS", "")
-    # Checked by the runtime, which has read it before.
+    # These two are checked by the runtime, which has read them before.
+    deferred = os.environ.get("RBLN_SIM_DEFERRED", "").removeprefix("0")
     seed = int(os.environ.get("RBLN_SIM_SEED") or 0)
     schedule_of(faults, seed)
     return Settings(
@@ -71,5 +73,5 @@ def settings() -> Settings:
         capacity=_capacity(),
         faults=faults,
         seed=seed,
-        deferred=os.environ.get("RBLN_SIM_DEFERRED") == "1",
+        deferred=deferred,
     )
