@@ -24,6 +24,40 @@ LOGGED: dict[str, tuple[str, ...]] = {
     "server-with-another-torch": ("this LMCache was built for torch",),
     # LMCacheMPConnector
     "lmcache-driven": ("MP transfer mode 'lmcache_driven' is not supported",),
+    "unserved": (
+        "The LMCache server answers, but not to the registration of an engine-driven "
+        "worker",
+    ),
+    "misfit": ("LMCache chunk size ... must be a multiple of",),
+    # RBLNLMCacheConnectorV1
+    "without-model-impl": ("Unsupported connector type: RBLNLMCacheConnectorV1",),
+    "without-hash-seed": ("PYTHONHASHSEED must have a fixed value",),
+    "chunk-is-no-multiple": (
+        "LMCache's chunk size is ... tokens, wanted a multiple of vLLM's block size",
+    ),
+    "layer-wise": ("is not supported on RBLN, wanted",),
+    "hybrid-model": ("hybrid models are not supported",),
+    "without-device-tensors": ("the KV caches are meta tensors without memory",),
+    "another-device": ("LMCache runs on ... in this worker, wanted 'rbln'",),
+    "no-tier": ("no storage tier is on",),
+    "too-small-a-tier": ("the CPU tier has ... bytes, wanted ... for one chunk",),
+    "broken-plugin": (
+        "LMCache could not start",
+        "is configured but could not be created",
+    ),
+    "failed-store": ("KV not stored: ... KV of ... chunks",),
+    "failed-load": ("KV not loaded: ... KV of ... chunks",),
+    "lost-prefix": ("KV not stored: it was computed on KV that could not be",),
+    # RDSBackend
+    "rds-without-service": ("no RDS device is available",),
+    "rds-without-rebel-rds": ("direct storage needs rebel.rds",),
+    "rds-too-much-staging": (
+        "rds_buffer_size of ... does not fit into the memory that is left",
+    ),
+    "rds-too-little-staging": ("rds_buffer_size of ... holds no chunk",),
+    "rds-with-a-cpu-tier": ("RDSBackend works without LMCache's CPU tier",),
+    "rds-long-prompt": ("is restored up to chunk",),
+    "rds-failed-write": ("RDS batched write failed for 1 keys",),
 }
 
 

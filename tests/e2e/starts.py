@@ -13,8 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 import json
+import os
+import signal
 import subprocess
 import sys
+import threading
 
 _FORK_ON_REQUEST = """
 import json, os, sys
@@ -101,8 +104,13 @@ class Starts:
         }
         self._forker.stdin.write(json.dumps(job) + "\n")
         self._forker.stdin.flush()
-        self._forker.stdout.readline()
-        status = int(self._forker.stdout.readline())
+        leader = int(self._forker.stdout.readline())
+        too_late = threading.Timer(self._timeout_s, os.killpg, (leader, signal.SIGKILL))
+        too_late.start()
+        try:
+            status = int(self._forker.stdout.readline())
+        finally:
+            too_late.cancel()
         return Ended(status, log.read_text(errors="replace"))
 
     def run(self, command: list[str], env: Mapping[str, str | None]) -> Ended:

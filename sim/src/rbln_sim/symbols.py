@@ -151,8 +151,8 @@ BEHAVIOURS: tuple[Behaviour, ...] = (
     Behaviour(
         ("Send", "Recv"),
         ASSUMED,
-        "bytes go through a named pipe in the state folder; done when the pipe has them; "
-        "each counts as one copy inside a device",
+        "bytes go through a named pipe in the state folder; done when the pipe has "
+        "them; each counts as one copy inside a device",
     ),
     Behaviour(
         (

@@ -43,8 +43,8 @@ class RequestChecks(LogitsProcessor):
         if wanted is None or _MODEL_IMPLEMENTATION not in sys.modules:
             return
         raise VLLMValidationError(
-            f"prompt_logprobs={wanted} is not supported by vllm-rbln 0.12, whose engine "
-            "would end; leave prompt_logprobs out, or echo where logprobs is set",
+            f"prompt_logprobs={wanted} is not supported by vllm-rbln 0.12, and would "
+            "end its engine; leave prompt_logprobs out, or echo where logprobs is set",
             parameter="prompt_logprobs",
             value=wanted,
         )
