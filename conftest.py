@@ -56,7 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
             config.stash[_header] = f"NPU ({real})"
             config.stash[_missing] = ""
             return
-    # The simulator is no substitute where a real NPU may be, and refuses to start there.
+    # Where a real NPU may be, the simulator is no substitute, and refuses to start.
     if wanted == "sim" or (wanted == "auto" and not _is_npu_host()):
         if util.find_spec("rbln_sim") is not None:
             # Third Party

@@ -21,6 +21,11 @@ import threading
 
 _FORK_ON_REQUEST = """
 import json, os, sys
+
+# What is imported writes to stdout too.
+answers = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
+
 from vllm.entrypoints.cli.main import main
 import vllm.entrypoints.openai.api_server
 
@@ -38,9 +43,9 @@ for line in sys.stdin:
         os.environ.update(job["env"])
         sys.argv = job["command"]
         sys.exit(main())
-    print(child, flush=True)
+    print(child, file=answers, flush=True)
     _, status = os.waitpid(child, 0)
-    print(os.waitstatus_to_exitcode(status), flush=True)
+    print(os.waitstatus_to_exitcode(status), file=answers, flush=True)
 """
 
 

@@ -21,6 +21,16 @@ from tests.e2e.starts import Ended, Starts
 from tests.support.documents import EXTENSION_PAGE, RDS_PAGE, launch
 
 pytestmark = pytest.mark.sim
+# As far as vllm-rbln asks it about a model that has not been compiled.
+OPTIMUM_RBLN = """
+class _Model:
+    _supports_non_fp32 = True
+
+def __getattr__(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return _Model
+"""
 HYBRID = {
     "use_sliding_window": True,
     "sliding_window": 256,
@@ -85,7 +95,18 @@ def documented(
 
 
 def test_without_the_vllm_model_implementation(documented: Launch) -> None:
-    ended = documented.refused("without-model-impl", without=("--model-impl", "vllm"))
+    """``auto`` takes optimum-rbln's, of which a stand-in is enough to get so far."""
+    optimum = documented.starts.folder / "with-optimum/optimum/rbln"
+    optimum.mkdir(parents=True)
+    (optimum / "__init__.py").write_text(OPTIMUM_RBLN)
+    (optimum / "configuration_utils.py").write_text("class RBLNModelConfig: ...\n")
+    path = f"{optimum.parents[1]}:{documented.starts.env['PYTHONPATH']}"
+    ended = documented.refused(
+        "without-model-impl",
+        {"PYTHONPATH": path},
+        without=("--model-impl", "vllm"),
+        own_process=True,
+    )
     assert_logged("without-model-impl", ended.log)
 
 

@@ -4,10 +4,10 @@
 torch imports torch-rbln as one of its backends, and fails as a whole if that fails.
 LMCache then imports torch without its backends: where it is free to choose, to go on
 with another device; where RBLN is asked for, to end with the reason. (A torch that is
-imported twice crashes the process at its end.) That works for the first import of torch
-in a process only, so it is done here: LMCache's scan for devices imports this module,
-whose name sorts first, before any backend. A program that imported torch earlier has met
-the failure already.
+imported twice crashes the process at its end.) That works for the first import of
+torch in a process only, so it is done here: LMCache's scan for devices imports this
+module, whose name sorts first, before any backend. A program that imported torch
+earlier has met the failure already.
 """
 
 # Standard
