@@ -56,7 +56,8 @@ def pytest_configure(config: pytest.Config) -> None:
             config.stash[_header] = f"NPU ({real})"
             config.stash[_missing] = ""
             return
-    if wanted in ("auto", "sim"):
+    # Where a real NPU may be, the simulator is no substitute, and refuses to start.
+    if wanted == "sim" or (wanted == "auto" and not _is_npu_host()):
         if util.find_spec("rbln_sim") is not None:
             # Third Party
             import rbln_sim
@@ -67,7 +68,10 @@ def pytest_configure(config: pytest.Config) -> None:
             state = tempfile.TemporaryDirectory(prefix="rbln-sim-")
             config.add_cleanup(state.cleanup)
             os.environ.setdefault("RBLN_SIM_STATE_DIR", state.name)
-            rbln_sim.activate()
+            try:
+                rbln_sim.activate()
+            except RuntimeError as error:
+                raise pytest.UsageError(f"--runtime {wanted}: {error}") from error
             config.stash[_header] = "simulated NPU (rbln-sim)"
             config.stash[_missing] = ""
             return
@@ -77,7 +81,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # A torch-rbln without a runtime would make `import torch` itself fail.
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     config.stash[_header] = f"none ({reason})"
-    config.stash[_missing] = f"no NPU and no simulator: {reason}"
+    config.stash[_missing] = f"no NPU: {reason}"
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -95,15 +99,25 @@ def pytest_collection_modifyitems(
             item.add_marker(pytest.mark.skip(reason="tests the simulator itself"))
 
 
-def _open_real_npu() -> tuple[str, str]:
-    """Return a real NPU's name, or the reason why none can be opened."""
+def _is_npu_host() -> bool:
+    """Whether the stack of a real NPU is installed."""
     try:
         metadata.version("rebel-compiler")
     except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _open_real_npu() -> tuple[str, str]:
+    """Return a real NPU's name, or the reason why none can be opened."""
+    if not _is_npu_host():
         return "", "rebel-compiler is not installed"
     probe = subprocess.run(
         [sys.executable, "-c", _OPEN_AN_NPU], capture_output=True, text=True
     )
     if probe.returncode:
-        return "", f"no NPU can be opened: {probe.stderr.strip().splitlines()[-1:]}"
+        said = probe.stderr.strip().splitlines() or ["it did not say why"]
+        # The runtime's own line, if any, tells more than the exception behind it.
+        held = [line for line in said if "held by" in line]
+        return "", f"no NPU can be opened: {(held or said[-1:])[0]}"
     return probe.stdout.strip(), ""

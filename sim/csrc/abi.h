@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -56,6 +57,10 @@ static_assert(sizeof(RBLNDeviceMemoryInfo) == 0x168);
 static_assert(offsetof(RBLNDeviceMemoryInfo, chiplet) == 40);
 
 struct rccl_extra_args;
+
+namespace rbln_sim {
+class Peers;
+}
 
 /// Written by rank 0 and broadcast to the other ranks.
 struct rccl_unique_id {
@@ -175,6 +180,10 @@ class Rccl {
   RBLN_ABI RetCode CheckChunksDeviceAddrsContiguous(const std::vector<void*>& chunks,
                                                     int count, RcclDataType type,
                                                     const char* operation);
+
+ private:
+  // Of the simulator; none before a group of several ranks is set up.
+  std::unique_ptr<rbln_sim::Peers> peers_;
 };
 static_assert(sizeof(Rccl) <= 64);
 

@@ -169,6 +169,30 @@ def test_custom_kernel_is_the_same_over_a_kv_first_cache(
     check(case, out, kv.transpose(0, 1), dense_attention(case, 0.25))
 
 
+@pytest.mark.parametrize("traced", [False, True], ids=["run", "traced"])
+def test_a_result_is_laid_out_as_the_queries_are(traced: bool) -> None:
+    """vllm-rbln views several tokens a sequence (drafts) as [tokens, heads, size]."""
+    batch, length, groups = 4, 3, 2
+    tokens = (batch * length, HEADS * groups, SIZE)
+    case = make_case([5, 9, 0, 12], length, groups, torch.float32)
+    # As its projections leave them: token-major.
+    rows = case.q.reshape(batch, HEADS * groups, length, SIZE).transpose(1, 2)
+    want = dense_attention(case, 0.5)
+    case.q = rows.contiguous().transpose(1, 2).view(case.q.shape)
+    scale = torch.tensor(0.5)
+
+    def layer(q: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        out = OPS.flash_causal_attention_naive_decode(q, *rest)
+        heads = out.view(batch, HEADS * groups, length, SIZE).transpose(1, 2)
+        return heads.view(tokens)
+
+    run = torch.compile(layer, backend="rbln", fullgraph=True) if traced else layer
+    args = (case.q, case.new(0), case.new(1), case.kv, scale)
+    got = run(*args, case.seq_idx(), case.tables, scale)
+    heads = got.view(batch, length, HEADS * groups, SIZE).transpose(1, 2)
+    torch.testing.assert_close(heads.reshape(want.shape), want, rtol=2**-22, atol=1e-7)
+
+
 def test_two_blocks_leave_no_doubt_about_the_layout() -> None:
     # [2, 2, ...]: only the operator says which dimension is which.
     case = make_case([0], 8, 1, torch.float16)

@@ -8,6 +8,7 @@ import sys
 import textwrap
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 # Third Party
 import pytest
@@ -24,6 +25,18 @@ NEW_TOKENS = 6
 # Around a block (256) and around a chunk of the prefill (128).
 LENGTHS = (300, 256, 257, 127)
 PROMPTS = [[3 + (i * 37 + length) % 500 for i in range(length)] for length in LENGTHS]
+
+# Three tokens a sequence and step; prompts repeat, so that n-grams are found.
+DRAFTS = {
+    "speculative_config": {
+        "method": "ngram",
+        "num_speculative_tokens": 2,
+        "prompt_lookup_min": 1,
+        "prompt_lookup_max": 2,
+    }
+}
+# Pipeline parallelism: hidden states go from one NPU to the other.
+STAGES = {"pipeline_parallel_size": 2}
 
 _SERVE = """
 import json, sys
@@ -78,13 +91,15 @@ def make_model(kind: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype", "custom_kernel", "eager", "dynamic"),
+    ("kind", "dtype", "custom_kernel", "eager", "dynamic", "engine"),
     [
-        pytest.param("qwen3", "float32", "0", False, False, id="blocks-first"),
-        pytest.param("llama", "float32", "1", False, False, id="kv-first"),
-        pytest.param("mla", "float16", "0", False, False, id="mla"),
-        pytest.param("qwen3", "float32", "0", False, True, id="dynamic-kv-cache"),
-        pytest.param("qwen3", "float16", "0", True, False, id="eager"),
+        pytest.param("qwen3", "float32", "0", False, False, {}, id="blocks-first"),
+        pytest.param("llama", "float32", "1", False, False, {}, id="kv-first"),
+        pytest.param("mla", "float16", "0", False, False, {}, id="mla"),
+        pytest.param("qwen3", "float32", "0", False, True, {}, id="dynamic-kv-cache"),
+        pytest.param("qwen3", "float16", "0", True, False, {}, id="eager"),
+        pytest.param("qwen3", "float32", "0", False, False, DRAFTS, id="drafts"),
+        pytest.param("qwen3", "float32", "0", False, False, STAGES, id="two-stages"),
     ],
 )
 def test_greedy_tokens_are_those_of_transformers(
@@ -93,6 +108,7 @@ def test_greedy_tokens_are_those_of_transformers(
     custom_kernel: str,
     eager: bool,
     dynamic: bool,
+    engine: dict[str, Any],
     tmp_path: Path,
     rbln_sim_environment: dict[str, str],
 ) -> None:
@@ -105,11 +121,12 @@ def test_greedy_tokens_are_those_of_transformers(
         "prompts": PROMPTS,
         "config": {"use_dynamic_kv_cache": dynamic},
         # Sized by the device when dynamic.
-        "engine": {} if dynamic else {"num_gpu_blocks_override": 16},
+        "engine": engine | ({} if dynamic else {"num_gpu_blocks_override": 16}),
     }
     (tmp_path / "serve.py").write_text(textwrap.dedent(_SERVE))
     (tmp_path / "work.json").write_text(json.dumps(work))
     settings = {
+        "RBLN_SIM_DEVICES": str(engine.get("pipeline_parallel_size", 1)),
         "RBLN_USE_CUSTOM_KERNEL": custom_kernel,
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",

@@ -327,3 +327,22 @@ def test_a_logical_device_may_span_npus(rbln_sim_fork: RunPython) -> None:
         RBLN_NPUS_PER_DEVICE="2",
     )
     assert done.stdout == "1 2 2 4\nTrue\n1 4\n", done.stderr
+
+
+_AT_EXIT = """
+import atexit, torch
+kept = [torch.ones(4, device="rbln"), torch.ones(4, pin_memory=True)]
+if {release}:
+    atexit.register(kept.clear)
+"""
+
+
+@pytest.mark.parametrize("release", [False, True], ids=["kept", "released"])
+def test_what_torch_rbln_says_of_device_memory_that_is_alive_at_the_end(
+    rbln_sim_run: RunPython, release: bool
+) -> None:
+    """Its own hook ends the runtime first; a hook registered later runs before it."""
+    ended = rbln_sim_run(_AT_EXIT.format(release=release))
+    assert ended.returncode == 0, ended.stderr
+    told = "leaking rather than crashing" in ended.stdout + ended.stderr
+    assert told is not release

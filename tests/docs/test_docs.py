@@ -9,14 +9,18 @@ from functools import cache
 from importlib import util
 from pathlib import Path
 import re
+import shlex
 import subprocess
 import sys
 
 # Third Party
 import pytest
 
+# First Party
+from tests.e2e.messages import LOGGED
+from tests.support.documents import EXTENSION_PAGE, RDS_PAGE, USER_PAGE, messages
+
 ROOT = Path(__file__).resolve().parents[2]
-USER_PAGE = ROOT / "docs/source/mp/rbln.rst"
 EXTENSION = ROOT / "lmcache-rbln"
 DOCUMENTS = [
     ROOT / "README.md",
@@ -130,7 +134,9 @@ def test_every_flag_of_a_command_exists_and_is_tested(
 def test_every_flag_in_prose_is_used_by_a_test(document: Path) -> None:
     used = text_of(*TESTS, ROOT / "examples") + (ROOT / "conftest.py").read_text()
     used += (ROOT / "Makefile").read_text(encoding="utf-8")
-    for flag in set(_FLAG.findall(document.read_text(encoding="utf-8"))):
+    text = document.read_text(encoding="utf-8")
+    ours = re.sub(r"(?m)^(?:systemctl|journalctl) .*$", "", text)
+    for flag in set(_FLAG.findall(ours)):
         assert flag in used, f"no test uses {flag}"
 
 
@@ -166,29 +172,27 @@ def test_every_link_leads_somewhere(document: Path) -> None:
         assert (ROOT / target).exists(), target
 
 
-def test_every_message_to_look_up_is_one_that_a_test_has_seen() -> None:
-    text = USER_PAGE.read_text(encoding="utf-8").split("Troubleshooting\n", 1)[1]
-    messages = re.findall(r"(?m)^(?:The .*)?``(.+?)``", text)
-    assert len(messages) > 8
-    seen = re.sub(r"\s+", " ", text_of(*TESTS).replace('"\n', "").replace('"', ""))
-    for message in messages:
-        for part in message.split("..."):
-            assert part.strip() in seen, f"no test has seen {part!r}"
+@pytest.mark.npu
+def test_direct_storage_is_asked_as_documented() -> None:
+    [line] = [c for c in commands(RDS_PAGE, "python -c") if "rebel" in c]
+    [_, *arguments] = shlex.split(line)
+    run = subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=600
+    )
+    assert run.returncode == 0, run.stderr
+    assert re.search(r"RDS available: True\nRDS devices: [1-9]", run.stdout)
 
 
-def test_every_message_of_the_extension_is_in_its_sources() -> None:
-    text = (EXTENSION / "README.md").read_text(encoding="utf-8")
-    table = text.split("## Troubleshooting\n", 1)[1].split("\n## ", 1)[0]
-    messages = re.findall(r"(?m)^\| `(.+?)` \|", table)
-    assert len(messages) > 8
-    # Messages are put together from adjacent literals; the last one is vLLM's.
-    vllm = util.find_spec("vllm")
-    assert vllm is not None
-    assert vllm.submodule_search_locations is not None
-    theirs = Path(vllm.submodule_search_locations[0]) / "distributed/kv_transfer"
-    literals = re.sub(r'"\s*\n\s*f?"', "", text_of(EXTENSION / "src", theirs))
-    literals = literals.replace("{HASH_SEED}", "PYTHONHASHSEED")
-    literals = literals.replace("{connector_name}", "RBLNLMCacheConnectorV1")
-    for message in messages:
-        for part in message.split("..."):
-            assert part.strip() in literals, f"nothing says {part!r}"
+@pytest.mark.parametrize("page", [USER_PAGE, EXTENSION_PAGE, RDS_PAGE], ids=name)
+def test_every_message_to_look_up_is_in_the_log_of_a_start(page: Path) -> None:
+    logged = {message for start in LOGGED.values() for message in start}
+    quoted = messages(page)
+    assert len(quoted) > 6
+    assert not [message for message in quoted if message not in logged]
+
+
+def test_a_test_makes_each_of_those_starts() -> None:
+    folder = ROOT / "tests/e2e"
+    paths = (p for p in folder.rglob("test_*.py"))
+    tests = "\n".join(path.read_text(encoding="utf-8") for path in paths)
+    assert not [start for start in LOGGED if f'"{start}"' not in tests]

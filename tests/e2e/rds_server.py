@@ -11,6 +11,7 @@ import json
 import random
 import re
 import sys
+import urllib.request
 
 # First Party
 from examples.rbln_demo import client, tiny_models
@@ -20,25 +21,14 @@ from examples.rbln_demo.servers import HOST, free_port
 from tests.e2e.clear_prompts import ClearPrompt, clear_prompts
 from tests.e2e.serving import serving_environment
 from tests.e2e.stack import wait_until
+from tests.support.documents import RDS_PAGE, launch
 
 CHUNK = 1024
 NEW_TOKENS = 2
-# The environment of the user documentation, to the letter.
-DOCUMENTED = {
-    "PYTHONHASHSEED": "0",
-    "LMCACHE_LOCAL_CPU": "False",
-    "LMCACHE_MAX_LOCAL_CPU_SIZE": "0",
-    "LMCACHE_CHUNK_SIZE": "1024",
-    "LMCACHE_USE_LAYERWISE": "False",
-    "LMCACHE_STORAGE_PLUGINS": "RDSBackend",
-    "LMCACHE_EXTRA_CONFIG": """{
-    "storage_plugin.RDSBackend.module_path": "lmcache_rbln.storage_plugin.rds_backend",
-    "storage_plugin.RDSBackend.class_name": "RDSBackend",
-    "rds_buffer_size": 2048,
-    "rds_failure_policy": "ignore"
-}""",
-}
-TRANSFER = {"kv_connector": "RBLNLMCacheConnectorV1", "kv_role": "kv_both"}
+# Of the documentation, to the letter.
+DOCUMENTED = launch(RDS_PAGE).env
+# The first one is the model, which is large.
+ARGUMENTS = launch(RDS_PAGE).command("vllm", "serve")[1:]
 WRITTEN = "lmcache:rds_written_chunks_total"
 WRITE_FAILURES = "lmcache:rds_write_failures_total"
 READ_FAILURES = "lmcache:rds_read_failures_total"
@@ -83,6 +73,8 @@ class Server:
         folder: For logs, the NPUs' state and the NVMe.
         changes: To the documented environment.
         npus: NPUs that serve the model together.
+        prefix_caching: Whether vLLM keeps prefixes on the NPU too, as documented;
+            without, everything is restored from the NVMe.
         port: Where it answers.
     """
 
@@ -91,6 +83,7 @@ class Server:
     folder: Path
     changes: dict[str, str] = field(default_factory=dict)
     npus: int = 1
+    prefix_caching: bool = False
     port: int = field(default_factory=free_port)
 
     def __post_init__(self) -> None:
@@ -102,14 +95,8 @@ class Server:
             str(Path(sys.executable).parent / "vllm"),
             "serve",
             str(model_in(self.shared)),
-            *("--model-impl", "vllm"),
-            *("--max-model-len", "8192"),
-            *("--block-size", "1024"),
-            # So that everything is restored from the NVMe.
-            "--no-enable-prefix-caching",
-            *("--max-num-batched-tokens", "128"),
-            *("--max-num-seqs", "4"),
-            *("--kv-transfer-config", json.dumps(TRANSFER)),
+            *ARGUMENTS,
+            *(() if self.prefix_caching else ("--no-enable-prefix-caching",)),
             *("--tensor-parallel-size", str(self.npus)),
             *("--host", HOST, "--port", str(self.port)),
             *("--served-model-name", "m", "--enable-prompt-tokens-details"),
@@ -120,6 +107,8 @@ class Server:
             "RBLN_SIM_MEMORY_GIB": "64",
             "RBLN_SIM_RDS_FAULTS": f"@{self._faults}",
             "PROMETHEUS_MULTIPROC_DIR": str(metrics),
+            # POST /reset_prefix_cache, which evicts the NPU's KV cache.
+            "VLLM_SERVER_DEV_MODE": "1",
             **DOCUMENTED,
             **self.changes,
         }
@@ -141,6 +130,14 @@ class Server:
     def ask(self, *prompts: list[int]) -> list[client.Completion]:
         """Answer prompts at the same time."""
         return client.complete_together(self.port, "m", list(prompts), NEW_TOKENS)
+
+    def evict_npu_cache(self) -> None:
+        """Empty vLLM's own prefix cache."""
+        request = urllib.request.Request(
+            f"http://{HOST}:{self.port}/reset_prefix_cache", method="POST"
+        )
+        with urllib.request.urlopen(request, timeout=60) as response:
+            assert response.status == 200
 
     def total(self, counter: str) -> float:
         """Value of a counter on the Prometheus page; 0 if it is not there yet."""

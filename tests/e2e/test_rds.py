@@ -32,19 +32,22 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.getbasetemp() / "rds"
 
 
-def test_the_documented_environment(
-    runtime: Runtime, shared: Path, tmp_path: Path
-) -> None:
-    with running(Server(runtime, shared, tmp_path)) as server:
+def test_the_documented_launch(runtime: Runtime, shared: Path, tmp_path: Path) -> None:
+    with running(Server(runtime, shared, tmp_path, prefix_caching=True)) as server:
         prompt = prompt_of("documented", 2 * CHUNK + 100)
         [cold] = server.store(prompt)
         hits = server.total(HITS)
+        [again] = server.ask(prompt)
+        assert again.token_ids == cold.token_ids
+        assert server.total(HITS) == hits, "the NPU's own cache comes first"
+        server.evict_npu_cache()
         [warm] = server.ask(prompt)
         assert warm.token_ids == cold.token_ids
         assert warm.cached_tokens == 2 * CHUNK
         assert server.total(HITS) - hits == 2 * CHUNK
         clear = uncached(shared)[0]
         [cold] = server.store(clear.tokens)
+        server.evict_npu_cache()
         [warm] = server.ask(clear.tokens)
         assert cold.token_ids == warm.token_ids == clear.answer
         assert warm.cached_tokens == CHUNK

@@ -17,6 +17,7 @@ import pytest
 from examples.rbln_demo.client import Completion
 from examples.rbln_demo.runtime import Runtime
 from tests.e2e.clear_prompts import ClearPrompt
+from tests.e2e.messages import assert_logged
 from tests.e2e.rds_server import (
     CHUNK,
     READ_FAILURES,
@@ -78,6 +79,15 @@ def test_twice_the_buffer(server: Server) -> None:
     assert not TIMED_OUT.findall(server.process.log()[told:])
 
 
+def test_a_prompt_of_more_chunks_than_staging_memory_holds(server: Server) -> None:
+    prompt = prompt_of("long", (BUFFER_MIB + 2) * CHUNK + 50)
+    [cold] = server.store(prompt)
+    [warm] = server.ask(prompt)
+    assert warm.token_ids == cold.token_ids
+    assert 0 < warm.cached_tokens <= BUFFER_MIB * CHUNK
+    assert_logged("rds-long-prompt", server.process.log())
+
+
 FAULTS = {
     "eio": ("eio:write:1+sticky", "Input/output error"),
     "enospc": (
@@ -103,6 +113,7 @@ def test_serving_goes_on_and_the_cache_recovers(
     [(number, why)] = server.failed_writes()[told:]
     assert number == 1
     assert reason in why
+    assert_logged("rds-failed-write", server.process.log())
     assert server.total(WRITTEN) == written
 
     server.set_faults("")

@@ -4,6 +4,7 @@
 # Standard
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 import os
 import subprocess
@@ -15,7 +16,8 @@ import pytest
 # First Party
 from examples.rbln_demo.processes import ServerFailedError
 from examples.rbln_demo.runtime import Runtime, find_runtime, own_machine
-from tests.e2e.stack import Stack, StackConfig
+from tests.e2e.messages import assert_logged
+from tests.e2e.stack import BLOCK_SIZE, Stack, StackConfig
 from tests.e2e.stack_pool import StackPool
 
 HOLD_AN_NPU = """
@@ -69,15 +71,51 @@ def test_lmcache_driven_fails_at_validation(runtime: Runtime, folder: Path) -> N
     finally:
         stack.stop()
     reason = str(failure.value)
-    assert "MP transfer mode 'lmcache_driven' is not" in reason
     assert "engine_driven" in reason
+    assert_logged("lmcache-driven", stack.engine.process.log())
+
+
+def test_a_server_that_serves_other_workers_alone(
+    runtime: Runtime, folder: Path
+) -> None:
+    """Its default mode; the worker does not wait for an answer that never comes."""
+    config = StackConfig("unserved", transfer_mode="lmcache_driven")
+    stack = own_stack(config, runtime, folder)
+    try:
+        with pytest.raises(ServerFailedError):
+            stack.start()
+        assert_logged("unserved", stack.engine.process.log())
+        assert "No handler registered" in stack.cache.process.log()
+    finally:
+        stack.stop()
+
+
+@dataclass(frozen=True)
+class Misfit(StackConfig):
+    """A chunk that no number of blocks fills."""
+
+    @property
+    def chunk_size(self) -> int:
+        """Tokens per chunk."""
+        return BLOCK_SIZE + 72
+
+
+def test_a_chunk_that_is_no_multiple_of_a_block(runtime: Runtime, folder: Path) -> None:
+    stack = own_stack(Misfit("misfit"), runtime, folder)
+    try:
+        with pytest.raises(ServerFailedError):
+            stack.start()
+        assert_logged("misfit", stack.engine.process.log())
+    finally:
+        stack.stop()
 
 
 @pytest.mark.sim
+@pytest.mark.parametrize("backend", ["rbln", None], ids=["pinned", "unpinned"])
 def test_held_npu_fails_at_first_use_and_names_the_holder(
-    runtime: Runtime, folder: Path
+    runtime: Runtime, folder: Path, backend: str | None
 ) -> None:
-    stack = own_stack(StackConfig("held"), runtime, folder)
+    stack = own_stack(StackConfig("held", backend=backend), runtime, folder)
     try:
         with npu_held(stack.folder) as holder:
             with pytest.raises(ServerFailedError) as failure:

@@ -16,16 +16,11 @@ from examples.rbln_demo.runtime import Runtime, own_machine
 from examples.rbln_demo.servers import Engine, EngineConfig
 from tests.e2e.serving import serving_environment
 from tests.e2e.stack import ENGINE_SIDE, HITS, wait_until
+from tests.support.documents import EXTENSION_PAGE, launch
 
 CONNECTOR = "RBLNLMCacheConnectorV1"
 #: As vLLM's users are told to set LMCache up, with a CPU tier.
-DOCUMENTED_ENV = {
-    "PYTHONHASHSEED": "0",
-    "LMCACHE_LOCAL_CPU": "True",
-    "LMCACHE_MAX_LOCAL_CPU_SIZE": "5.0",
-    "LMCACHE_CHUNK_SIZE": "1024",
-    "LMCACHE_USE_LAYERWISE": "False",
-}
+DOCUMENTED_ENV = launch(EXTENSION_PAGE).env
 
 
 @dataclass(frozen=True)
@@ -85,13 +80,17 @@ CONFIGS = {
         env={"RBLN_USE_CUSTOM_KERNEL": "1"},
         args=("--tensor-parallel-size", "2"),
     ),
-    # MLA; chunks of any length; prefixes on the NPU too; no warm-up.
+    # MLA; chunks of any length; prefixes on the NPU too; no warm-up; another seed.
     "partial": InProcessConfig(
         "partial",
         model="mla",
         prefix_caching=True,
         probe=True,
-        env={"LMCACHE_SAVE_UNFULL_CHUNK": "True", "VLLM_RBLN_ENABLE_WARM_UP": "0"},
+        env={
+            "LMCACHE_SAVE_UNFULL_CHUNK": "True",
+            "VLLM_RBLN_ENABLE_WARM_UP": "0",
+            "PYTHONHASHSEED": "7",
+        },
         args=("--max-num-batched-tokens", "64"),
     ),
 }
@@ -133,6 +132,7 @@ class InProcessEngine:
         }
         environment |= config.env
         environment |= env or {}
+        self.env = environment
         (folder / "metrics").mkdir()
         size = tiny_models.Size(max_positions=max(4096, config.max_model_len))
         self.engine = Engine(

@@ -6,8 +6,11 @@ import pytest
 
 # First Party
 from examples.rbln_demo.servers import HOST
-from tests.e2e.inprocess.engines import EnginePool, InProcessEngine
+from tests.e2e.inprocess.engines import DOCUMENTED_ENV, EnginePool, InProcessEngine
+from tests.support.documents import EXTENSION_PAGE, launch
+import json
 import re
+import urllib.error
 import urllib.request
 
 CHUNK = 1024
@@ -32,6 +35,40 @@ def evict_npu_cache(engine: InProcessEngine) -> None:
     )
     with urllib.request.urlopen(request, timeout=30) as response:
         assert response.status == 200
+
+
+def test_it_is_the_launch_of_the_document(engine: InProcessEngine) -> None:
+    """Word for word but for the model, and for what tests add."""
+    [_, *documented] = launch(EXTENSION_PAGE).command("vllm", "serve")
+    started = engine.engine.process.command
+    transfer = json.loads(documented.pop())
+    assert json.loads(started[started.index(documented[-1]) + 1]) == transfer
+    flags = [at for at, word in enumerate(documented) if word.startswith("--")]
+    for at, end in zip(flags, [*flags[1:], len(documented)], strict=True):
+        place = started.index(documented[at])
+        assert started[place : place + end - at] == documented[at:end]
+    assert DOCUMENTED_ENV.items() <= engine.env.items()
+
+
+@pytest.mark.parametrize(
+    "asks",
+    [{"prompt_logprobs": 0}, {"prompt_logprobs": 1}, {"echo": True, "logprobs": 1}],
+)
+def test_a_request_that_vllm_rbln_does_not_survive_is_refused(
+    engine: InProcessEngine, asks: dict[str, object]
+) -> None:
+    prompt = engine.prompt(40, "prompt logprobs")
+    body = {"model": engine.engine.served_name, "prompt": prompt, "max_tokens": 2}
+    request = urllib.request.Request(
+        f"http://{HOST}:{engine.engine.port}/v1/completions",
+        json.dumps(body | asks).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(request, timeout=120)
+    assert refused.value.code == 400
+    assert "is not supported by vllm-rbln 0.12" in refused.value.read().decode()
+    engine.ask(prompt)
 
 
 def test_kv_cache_is_sized_after_warm_up(engine: InProcessEngine) -> None:

@@ -11,6 +11,7 @@ import pytest
 # First Party
 from examples.rbln_demo.servers import HOST
 from tests.e2e.inprocess.engines import EnginePool, InProcessEngine
+from tests.e2e.messages import assert_logged
 
 CHUNK = 256
 PREEMPTIONS = "vllm:num_preemptions_total"
@@ -149,6 +150,7 @@ def test_nothing_computed_on_a_lost_prefix_is_stored(engine: InProcessEngine) ->
     engine.order("lose")
     [again] = engine.ask(prompt)
     assert recomputed.token_ids == warm.token_ids == again.token_ids
+    assert_logged("lost-prefix", engine.log())
 
 
 def test_a_load_that_fails_half_way_is_recomputed(engine: InProcessEngine) -> None:
@@ -160,6 +162,7 @@ def test_a_load_that_fails_half_way_is_recomputed(engine: InProcessEngine) -> No
     engine.check_obeyed("fail-load")
     assert recomputed.token_ids == cold.token_ids
     assert "KV not loaded: could not scatter KV of 2 chunks" in engine.log()
+    assert_logged("failed-load", engine.log())
     assert engine.log().count("Retrieved ") == retrieved, "reported as a hit"
     check_nothing_is_held(engine)
 
@@ -170,6 +173,7 @@ def test_a_store_that_fails_half_way_leaves_nothing(engine: InProcessEngine) -> 
     [cold] = engine.ask(prompt)
     engine.check_obeyed("fail-store")
     assert "KV not stored: could not gather KV of 1 chunks" in engine.log()
+    assert_logged("failed-store", engine.log())
     before = engine.hits()
     [again] = engine.ask(prompt)
     assert engine.hits() == before, "what was not stored is no hit"

@@ -2,10 +2,12 @@
 """Keeps a torch-rbln that lacks its runtime from breaking ``import torch``.
 
 torch imports torch-rbln as one of its backends, and fails as a whole if that fails.
-Where LMCache is free to choose another device, it then imports torch without its
-backends. That works for the first import of torch in a process only, so it is done
-here: LMCache's scan for devices imports this module, whose name sorts first, before
-any backend. A program that imported torch earlier has met the failure already.
+LMCache then imports torch without its backends: where it is free to choose, to go on
+with another device; where RBLN is asked for, to end with the reason. (A torch that is
+imported twice crashes the process at its end.) That works for the first import of
+torch in a process only, so it is done here: LMCache's scan for devices imports this
+module, whose name sorts first, before any backend. A program that imported torch
+earlier has met the failure already.
 """
 
 # Standard
@@ -55,7 +57,7 @@ def missing_runtime() -> str | None:
 
 def _import_torch_without_backends() -> None:
     """Import torch, if it is not yet, with its backends left out this once."""
-    if is_pinned() or "torch" in sys.modules or _AUTOLOAD in os.environ:
+    if "torch" in sys.modules or _AUTOLOAD in os.environ:
         return
     if missing_runtime() is None:
         return

@@ -140,6 +140,6 @@ def _unavailable_reason() -> str | None:
         # torch-rbln before 0.12 raised here for NPUs that it could not register.
         return f"torch.rbln can't be used: {exc}"
     return (
-        "torch.rbln sees no NPU; check `rbln-stat` and RBLN_VISIBLE_DEVICES"
+        "torch.rbln sees no NPU; check `rbln-smi` and RBLN_VISIBLE_DEVICES"
         f"={os.environ.get('RBLN_VISIBLE_DEVICES', '')!r}"
     )

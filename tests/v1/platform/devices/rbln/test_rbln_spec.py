@@ -147,7 +147,8 @@ def test_pinned_without_a_runtime_fails_with_the_reason() -> None:
         LMCACHE_DEVICE_BACKEND="rbln", LD_LIBRARY_PATH=None, PYTHONPATH=None
     )
     assert not device
-    assert "torch can't be imported: Could not find librbln.so" in output
+    reason = "LMCACHE_DEVICE_BACKEND=rbln, but torch-rbln lacks its runtime. Could not "
+    assert f"{reason}find librbln.so" in output
 
 
 def test_without_a_runtime_the_stub_is_chosen_with_one_warning() -> None:

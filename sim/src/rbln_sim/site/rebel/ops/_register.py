@@ -8,16 +8,19 @@ import torch
 
 from .._device import graph_begin, host_alias, on_device, to_device
 
-Kernel = Callable[..., torch.Tensor]
+Result = torch.Tensor | tuple[torch.Tensor, ...]
+#: Returns a tensor, or a tuple of tensors.
+Kernel = Callable[..., Any]
 
 
 def _over_device_bytes(kernel: Kernel) -> Kernel:
-    def run(*args: Any) -> torch.Tensor:
+    def run(*args: Any) -> Result:
         device = next(a.device for a in args if on_device(a))
         graph_begin(device.index)
-        return to_device(
-            kernel(*(host_alias(a) if on_device(a) else a for a in args)), device
-        )
+        result = kernel(*(host_alias(a) if on_device(a) else a for a in args))
+        if isinstance(result, tuple):
+            return tuple(to_device(one, device) for one in result)
+        return to_device(result, device)
 
     return run
 
@@ -25,7 +28,7 @@ def _over_device_bytes(kernel: Kernel) -> Kernel:
 def define(
     library: torch.library.Library, schema: str, kernel: Kernel, fake: Kernel
 ) -> None:
-    """Define an operator that returns one new tensor.
+    """Define an operator that returns new tensors.
 
     Args:
         library: Fragment of the namespace to define it in.

@@ -107,7 +107,7 @@ def _paged_attention(
             wanted = f"[{batch}, {heads}, 1, {length}, {size}]"
             raise _refuse(name, label, wanted, tuple(rows.shape))
     sequences = _sequences(name, seq_idx, block_tables, batch, num_blocks, block_size)
-    out = torch.empty(q.shape, dtype=q.dtype)
+    out = _like_q(q)
     for i, (start, table) in enumerate(sequences):
         write_paged(key_cache, k[i, :, 0].transpose(0, 1), start, table)
         write_paged(value_cache, v[i, :, 0].transpose(0, 1), start, table)
@@ -253,7 +253,10 @@ def _sliding_window(name: str, *args: object) -> torch.Tensor:
 
 
 def _like_q(q: torch.Tensor, *rest: object) -> torch.Tensor:
-    return torch.empty_like(q, memory_format=torch.contiguous_format)
+    # The strides of q too, as vllm-rbln's shape functions for its custom kernels have
+    # it: of several tokens a sequence it takes the result as [tokens, heads, size], a
+    # view that a contiguous result does not have.
+    return torch.empty_like(q)
 
 
 def _like_latent(
