@@ -205,25 +205,40 @@ class Marks {
   size_t used_ = 0;
 };
 
-/// Failures that a stream is asked for before its device counts as lost.
-constexpr int kMaxReports = 64;
+/// Probes that fail before the device counts as lost.
+constexpr int kMaxProbes = 64;
 constexpr std::chrono::milliseconds kAskAgain{1};
+
+/// Waits for an event, also where the device answers nothing but queries. Throws if
+/// what is before it failed.
+void wait_or_ask(c10::Event& event) {
+  try {
+    event.synchronize();
+    return;
+  } catch (const std::exception&) {
+    // An old failure, or the wait itself failed.
+  }
+  while (!event.query()) std::this_thread::sleep_for(kAskAgain);
+}
 
 /// Waits until nothing is in flight on the stream and it has no failure to report, so
 /// that the next transfer is not told of this one's. Returns whether that is so.
-bool drain(const c10::Stream& stream) {
-  for (int reports = 0; reports < kMaxReports;) {
+///
+/// It shows by a further copy: a stream may report a failure until it gets more to do,
+/// and what it reports instead of waiting does not tell that it is idle.
+bool drain(const Transfer& transfer) {
+  const c10::Stream& stream = *transfer.stream;
+  for (int probe = 0; probe < kMaxProbes; ++probe) {
     try {
-      stream.synchronize();
+      const c10::StreamGuard current(stream);
+      constexpr bool kNonBlocking = true;
+      c10::Event behind(stream.device_type());
+      transfer.probe_to.copy_(transfer.probe_from, kNonBlocking);
+      behind.record(stream);
+      wait_or_ask(behind);
       return true;
     } catch (const std::exception&) {
-      // An old failure, or the wait itself failed.
-    }
-    try {
-      if (stream.query()) return true;
-      std::this_thread::sleep_for(kAskAgain);
-    } catch (const std::exception&) {
-      ++reports;
+      continue;
     }
   }
   return false;
@@ -365,6 +380,10 @@ void run_on_stream(Pipeline& pipeline, const Transfer& transfer) {
   if (stream.device() != device || stream == callers) {
     refuse("a stream of the layers' device, and not the caller's current one");
   }
+  if (!transfer.probe_to.defined() || transfer.probe_from.device() != device ||
+      transfer.probe_to.nbytes() != transfer.probe_from.nbytes()) {
+    refuse("pinned and device memory alike to probe the stream with");
+  }
   try {
     c10::Event before(device.type());
     before.record(callers);
@@ -376,7 +395,7 @@ void run_on_stream(Pipeline& pipeline, const Transfer& transfer) {
     transfer.in_place ? pipeline.run_in_place() : pipeline.run();
     begun.wait();
   } catch (const std::exception& failure) {
-    if (drain(stream)) throw;
+    if (drain(transfer)) throw;
     throw NotDrained(failure.what());
   }
 }

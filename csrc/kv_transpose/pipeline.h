@@ -49,6 +49,7 @@ struct Transfer {
   std::vector<Piece> pieces;
   bool in_place = false;  // the device copies to and from the chunks, without staging
   std::optional<c10::Stream> stream;  // of the copies; without one they are synchronous
+  at::Tensor probe_to, probe_from;    // with a stream: pinned and device memory, alike
   int threads = 1;                    // that transpose at most, the caller included
 };
 

@@ -9,6 +9,7 @@
 #include <array>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -129,7 +130,9 @@ void transfer(bool to_host, Tensors layers, const std::array<int64_t, 4>& stride
               int64_t heads, const Tensors& staging, int64_t part_bytes, int64_t parts,
               const std::optional<at::Tensor>& collector, int64_t batch_bytes,
               Tensors chunks, const py::handle& pieces,
-              const std::optional<c10::Stream>& stream, bool in_place, int threads) {
+              const std::optional<c10::Stream>& stream,
+              const std::optional<std::pair<at::Tensor, at::Tensor>>& probe,
+              bool in_place, int threads) {
   require(threads >= 1 && threads <= kv::kMaxThreads,
           "threads of 1 to " + std::to_string(kv::kMaxThreads) + ", got " +
               std::to_string(threads));
@@ -157,6 +160,7 @@ void transfer(bool to_host, Tensors layers, const std::array<int64_t, 4>& stride
   job.row_bytes = row / heads * job.chunks.front().element_size();
   job.pieces = as_pieces(pieces);
   job.stream = stream;
+  if (probe) std::tie(job.probe_to, job.probe_from) = *probe;
   job.threads = threads;
   if (in_place) require_dense(job);
   const py::gil_scoped_release released;
@@ -183,7 +187,8 @@ Returns:
              py::arg("strides"), py::arg("heads"), py::arg("staging"),
              py::arg("part_bytes"), py::arg("parts"), py::arg("collector"),
              py::arg("batch_bytes"), py::arg("chunks"), py::arg("pieces"),
-             py::arg("stream"), py::arg("in_place") = false, py::arg("threads") = 1,
+             py::arg("stream") = py::none(), py::arg("probe") = py::none(),
+             py::arg("in_place") = false, py::arg("threads") = 1,
              R"(Move pieces of every layer into token-major chunks, or back.
 
 While one part of staging is transposed, the copies of the next ones are in flight. They
@@ -207,6 +212,8 @@ Args:
     pieces: int64 [n, 10], dense, ordered by chunk; its columns are PIECE_COLUMNS.
     stream: Stream of the copies, for this transfer alone; it waits for the current one
         of the caller first. None: copies are synchronous.
+    probe: With a stream: pinned and device memory of a few bytes, alike. After a
+        failure one is copied to the other until that succeeds.
     in_place: Whether the device copies to and from the chunks by itself. They have one
         head and one plane then, and staging is not used.
     threads: Threads that transpose, the caller included; 1 to MAX_THREADS.

@@ -134,6 +134,8 @@ def transfer(
             portions, buffers = sizes.collected(), COLLECTED_BUFFERS
         _run(move, lease, buffers, portions, collector, in_place)
     finally:
+        # Before any call: an interrupt may strike there.
+        lease.ended = True
         arena.release(lease)
 
 
@@ -197,6 +199,7 @@ def _run(
             staging=lease.buffers[:buffers],
             collector=collector,
             stream=lease.stream,
+            probe=lease.probe,
             in_place=in_place,
             **portions,
         )

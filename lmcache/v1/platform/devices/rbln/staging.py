@@ -37,8 +37,11 @@ MAX_LEASES = 8
 
 #: torch-rbln has 32 streams of a device, and gives them out one after the other.
 _STREAM_POOL = 32
-#: Failures that a stream is asked for before its device counts as lost.
-_MAX_REPORTS = 64
+_PROBE_BYTES = 64
+
+
+#: Host and device memory, alike.
+Probe = tuple[torch.Tensor, torch.Tensor]
 
 
 class Lane:
@@ -46,11 +49,13 @@ class Lane:
 
     Attributes:
         streams: The lane's stream of each device.
+        probes: Pinned and device memory of each device, to see what a stream is up to.
         collectors: Its device memory, by device and dtype.
     """
 
     def __init__(self) -> None:
         self.streams: dict[torch.device, Any] = {}
+        self.probes: dict[torch.device, Probe] = {}
         self.collectors: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
 
 
@@ -65,6 +70,7 @@ class Lease:
         lane: The lane, once it is granted.
         buffers: The pinned buffers, uint8, ``BUFFER_BYTES`` each.
         stream: Stream of the copies; None where copies are synchronous.
+        probe: The lane's memory to probe the stream with, if there is one.
         busy: Whether copies may be in flight on what it holds.
         ended: Whether the transfer is over.
     """
@@ -74,6 +80,9 @@ class Lease:
         self.lane: Lane | None = None
         self.buffers: list[torch.Tensor] = []
         self.stream: Any = None
+        self.probe: Probe | None = None
+        # Behind a probe that was issued to see whether the stream is idle.
+        self.probed: Any = None
         self.busy = False
         self.ended = False
         self.failure: Exception | None = None
@@ -120,11 +129,15 @@ class StagingArena:
         assert lease.grant is not None
         lease.lane, indices = lease.grant
         if supports_async_copies():
+            probes = lease.lane.probes
+            if device not in probes:
+                probes[device] = make_probe(device)
+            lease.probe = probes[device]
             lease.stream = self._stream(lease.lane, device)
         lease.buffers = self._make_buffers(indices)
 
     def release(self, lease: Lease) -> None:
-        """End a lease. Idempotent.
+        """Take a lease back that has ended, or that ends here. Idempotent.
 
         What copies may still use is kept until the lease's stream is known to be idle.
         """
@@ -154,11 +167,12 @@ class StagingArena:
             self._buffers = [None] * len(self._buffers)
             for lane in self._lanes:
                 lane.collectors.clear()
+                lane.probes.clear()
 
     def _serve(self) -> None:
         """As :meth:`look`; the lock is held."""
         for lease in list(self._leases):
-            if lease.ended and not (lease.busy and not _is_idle(lease.stream)):
+            if lease.ended and not (lease.busy and not _is_idle(lease)):
                 self._leases.remove(lease)
         for lease in self._leases:
             if lease.ended:
@@ -257,18 +271,37 @@ class StagingArena:
         )
 
 
-def _is_idle(stream: Any) -> bool:
-    """Return whether a stream has nothing to do and no failure left to report."""
-    if stream is None:
+def _is_idle(lease: Lease) -> bool:
+    """Return whether a lease's stream is known to have nothing to do.
+
+    A copy behind everything else tells; also, that no failure of its transfer is left
+    which the next one would be told of. Nobody waits for it: who asks later sees.
+    """
+    if lease.stream is None or lease.probe is None:
         # Synchronous copies have ended.
         return True
-    for _ in range(_MAX_REPORTS):
-        try:
-            return bool(stream.query())
-        except RuntimeError:
-            # Of a transfer that has failed; the next one must not be told of it.
-            continue
+    host, device = lease.probe
+    try:
+        if lease.probed is None:
+            with torch.inference_mode(), torch_rbln().stream(lease.stream):
+                host.copy_(device, non_blocking=True)
+            event = torch_rbln().Event()
+            event.record(lease.stream)
+            lease.probed = event
+        if lease.probed.query():
+            return True
+    except RuntimeError:
+        # The old failure, or the device is lost: the next one asks again.
+        lease.probed = None
     return False
+
+
+def make_probe(device: torch.device) -> Probe:
+    """Make a few bytes of pinned and of bound device memory."""
+    host = torch.zeros(_PROBE_BYTES, dtype=torch.uint8, pin_memory=True)
+    remote = torch.empty(_PROBE_BYTES, dtype=torch.uint8, device=device)
+    torch_rbln().bind_device_memory(remote)
+    return host, remote
 
 
 def make_buffer() -> torch.Tensor:
