@@ -235,13 +235,12 @@ class StagingArena:
         """Return the lane's stream, which no other lane and no caller has."""
         current = (device, torch_rbln().current_stream(device).stream_id)
         with self._lock:
-            if current not in self._callers:
-                self._callers.add(current)
-                for other in self._lanes:
-                    stream = other.streams.get(device)
-                    if stream is not None and stream.stream_id == current[1]:
-                        # One under way keeps it; the next gets another.
-                        del other.streams[device]
+            self._callers.add(current)
+            for other in self._lanes:
+                stream = other.streams.get(device)
+                if stream is not None and stream.stream_id == current[1]:
+                    # A transfer under way keeps it; the next gets another.
+                    del other.streams[device]
             if device not in lane.streams:
                 lane.streams[device] = self._draw(device, current[1])
             return lane.streams[device]
