@@ -2,7 +2,9 @@
 #include "pipeline.h"
 
 #include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/Exceptions.h>
 
 #include <algorithm>
 #include <chrono>
@@ -33,8 +35,8 @@ int64_t room_of_part(const Transfer& transfer) {
 }
 
 void check_tensors(const Transfer& transfer) {
-  if (transfer.layers.empty() || transfer.parts.empty()) {
-    refuse("at least one layer and one part of staging");
+  if (transfer.layers.empty() || transfer.parts.empty() != transfer.in_place) {
+    refuse("at least one layer, and either parts of staging or copies in place");
   }
   const at::Tensor& first = transfer.layers.front();
   for (const at::Tensor& layer : transfer.layers) {
@@ -97,11 +99,11 @@ struct Plan {
 Plan expand(const Transfer& transfer) {
   Plan plan;
   const auto layers = static_cast<int64_t>(transfer.layers.size());
-  const Piece* const end = transfer.pieces + transfer.num_pieces;
-  const auto regions = static_cast<size_t>(transfer.num_pieces * layers);
+  const Piece* const end = transfer.pieces.data() + transfer.pieces.size();
+  const size_t regions = transfer.pieces.size() * transfer.layers.size();
   plan.tiles.reserve(regions);
   plan.starts.reserve(regions);
-  for (const Piece* piece = transfer.pieces; piece != end;) {
+  for (const Piece* piece = transfer.pieces.data(); piece != end;) {
     const Piece* const first = piece;
     while (piece != end && piece->chunk == first->chunk) ++piece;
     for (int64_t layer = 0; layer < layers; ++layer) {
@@ -154,6 +156,16 @@ at::Tensor view(const at::Tensor& tensor, int64_t first, int64_t size) {
                         tensor.storage_offset() + first);
 }
 
+/// A piece's window of its chunk, where that is contiguous.
+at::Tensor window_of(const Transfer& transfer, const Tile& tile, int64_t size) {
+  const auto index = static_cast<size_t>(tile.chunk);
+  const Chunk& chunk = transfer.windows[index];
+  const int64_t first =
+      tile.layer * chunk.layer_stride + tile.token * chunk.token_stride;
+  return view(transfer.chunks[index], first / transfer.chunks[index].element_size(),
+              size);
+}
+
 /// How long to look for the end of a part's copies before sleeping until it: about as
 /// long as they take. A thread that sleeps is woken late, once per part.
 constexpr std::chrono::microseconds kPollTime{100};
@@ -166,19 +178,81 @@ void wait_for(c10::Event& copied) {
   copied.synchronize();
 }
 
+/// Events on the stream of a transfer, one behind each thing that may fail. Where a
+/// single one stood behind several, a thread that waits for the whole device while they
+/// are issued could be told of a failure in the transfer's place.
+class Marks {
+ public:
+  explicit Marks(c10::Stream stream) : stream_(stream) {}
+
+  void add() {
+    if (used_ == events_.size()) events_.emplace_back(stream_.device_type());
+    events_[used_++].record(stream_);
+  }
+
+  /// Waits until all is done. Throws if some of it failed.
+  void wait() {
+    if (used_ == 0) return;
+    wait_for(events_[used_ - 1]);
+    for (size_t index = 0; index + 1 < used_; ++index) {
+      if (!events_[index].query()) events_[index].synchronize();
+    }
+    used_ = 0;
+  }
+
+ private:
+  c10::Stream stream_;
+  std::vector<c10::Event> events_;
+  size_t used_ = 0;
+};
+
+/// Probes that fail before the device counts as lost.
+constexpr int kMaxProbes = 64;
+constexpr std::chrono::milliseconds kAskAgain{1};
+
+/// Waits for an event, also where the device answers nothing but queries. Throws if
+/// what is before it failed.
+void wait_or_ask(c10::Event& event) {
+  try {
+    event.synchronize();
+    return;
+  } catch (const std::exception&) {
+    // An old failure, or the wait itself failed.
+  }
+  while (!event.query()) std::this_thread::sleep_for(kAskAgain);
+}
+
+/// Waits until nothing is in flight on the stream and it has no failure to report, so
+/// that the next transfer is not told of this one's. Returns whether that is so.
+///
+/// It shows by a further copy: a stream may report a failure until it gets more to do,
+/// and what it reports instead of waiting does not tell that it is idle.
+bool drain(const Transfer& transfer) {
+  const c10::Stream& stream = *transfer.stream;
+  for (int probe = 0; probe < kMaxProbes; ++probe) {
+    try {
+      const c10::StreamGuard current(stream);
+      constexpr bool kNonBlocking = true;
+      c10::Event behind(stream.device_type());
+      transfer.probe_to.copy_(transfer.probe_from, kNonBlocking);
+      behind.record(stream);
+      wait_or_ask(behind);
+      return true;
+    } catch (python_error& failure) {
+      failure.persist();
+    } catch (const std::exception&) {
+      // The old failure, or another one.
+    }
+  }
+  return false;
+}
+
 /// One transfer under way.
 class Pipeline {
  public:
   Pipeline(const Transfer& transfer, const Plan& plan, Job job)
       : transfer_(transfer), plan_(plan), job_(std::move(job)) {
-    const c10::Device device = transfer.layers.front().device();
-    if (transfer.non_blocking) {
-      stream_ = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-    }
-    for (const at::Tensor& memory : transfer.parts) {
-      parts_.push_back({memory, std::nullopt});
-      if (stream_) parts_.back().copied.emplace(device.type());
-    }
+    for (const at::Tensor& memory : transfer.parts) parts_.push_back({memory, marks()});
   }
 
   void run() {
@@ -192,20 +266,47 @@ class Pipeline {
     for (; batch < batches; ++batch) finish(batch);
   }
 
+  void run_in_place() {
+    std::optional<Marks> copied = marks();
+    std::vector<at::Tensor> regions, windows;
+    {
+      const at::AutoDispatchBelowADInplaceOrView plain;
+      for (size_t index = 0; index < plan_.tiles.size(); ++index) {
+        regions.push_back(region(index));
+        windows.push_back(
+            window_of(transfer_, plan_.tiles[index], regions.back().numel()));
+      }
+    }
+    copy_all(windows, regions, copied);
+    if (copied) copied->wait();
+  }
+
  private:
-  /// A part of staging, and the event behind its copies.
+  /// A part of staging, and what is behind its copies.
   struct Part {
     at::Tensor memory;
-    std::optional<c10::Event> copied;
+    std::optional<Marks> copied;
   };
 
   bool to_host() const { return transfer_.direction == Direction::kGather; }
   Part& part_of(size_t batch) { return parts_[batch % parts_.size()]; }
   size_t begin_of(size_t batch) const { return batch == 0 ? 0 : plan_.ends[batch - 1]; }
 
+  std::optional<Marks> marks() const {
+    if (!transfer_.stream) return std::nullopt;
+    return Marks(*transfer_.stream);
+  }
+
+  at::Tensor region(size_t index) const {
+    const Tile& tile = plan_.tiles[index];
+    const at::Tensor& layer = transfer_.layers[static_cast<size_t>(tile.layer)];
+    return view(layer, plan_.starts[index],
+                bytes_of(tile, job_.row_bytes) / layer.element_size());
+  }
+
   /// Waits for the copies of a batch. Its part is free then.
   void finish(size_t batch) {
-    if (stream_) wait_for(*part_of(batch).copied);
+    if (part_of(batch).copied) part_of(batch).copied->wait();
     if (to_host()) transpose(batch);
   }
 
@@ -222,44 +323,90 @@ class Pipeline {
     const bool collects = transfer_.collector.defined();
     const at::Tensor& staged = collects ? transfer_.collector : part.memory;
     const int64_t element = staged.element_size();
-    std::vector<at::Tensor> regions;
-    std::vector<at::Tensor> windows;
+    std::vector<at::Tensor> regions, windows;
     int64_t used = 0;
     {
       // Nobody but the copies sees these views.
       const at::AutoDispatchBelowADInplaceOrView plain;
       for (size_t index = begin_of(batch); index < plan_.ends[batch]; ++index) {
-        const Tile& tile = plan_.tiles[index];
-        const int64_t size = bytes_of(tile, job_.row_bytes) / element;
-        const at::Tensor& layer = transfer_.layers[static_cast<size_t>(tile.layer)];
-        regions.push_back(view(layer, plan_.starts[index], size));
-        windows.push_back(view(staged, tile.staged / element, size));
+        regions.push_back(region(index));
+        const int64_t size = regions.back().numel();
+        windows.push_back(view(staged, plan_.tiles[index].staged / element, size));
         used += size;
       }
     }
-    const auto& targets = to_host() ? windows : regions;
-    const auto& sources = to_host() ? regions : windows;
     if (!collects) {
-      at::_foreach_copy_(targets, sources, transfer_.non_blocking);
-    } else {
-      const at::Tensor across = part.memory.narrow(0, 0, used);
-      const at::Tensor collected = staged.narrow(0, 0, used);
-      if (!to_host()) collected.copy_(across, transfer_.non_blocking);
-      // Not as a batch, which some devices make a synchronous copy.
-      for (size_t index = 0; index < targets.size(); ++index) {
-        targets[index].copy_(sources[index], transfer_.non_blocking);
-      }
-      if (to_host()) across.copy_(collected, transfer_.non_blocking);
+      copy_all(windows, regions, part.copied);
+      return;
     }
-    if (stream_) part.copied->record(*stream_);
+    const std::vector<at::Tensor> across = {part.memory.narrow(0, 0, used)};
+    const std::vector<at::Tensor> collected = {staged.narrow(0, 0, used)};
+    if (!to_host()) copy_all(across, collected, part.copied);
+    // One by one: as a batch some devices make them a synchronous copy.
+    for (size_t index = 0; index < regions.size(); ++index) {
+      auto& target = to_host() ? windows[index] : regions[index];
+      target.copy_(to_host() ? regions[index] : windows[index],
+                   part.copied.has_value());
+      if (part.copied) part.copied->add();
+    }
+    if (to_host()) copy_all(across, collected, part.copied);
+  }
+
+  /// Issues copies between host windows and device regions.
+  void copy_all(const std::vector<at::Tensor>& host,
+                const std::vector<at::Tensor>& device, std::optional<Marks>& copied) {
+    const auto& targets = to_host() ? host : device;
+    const auto& sources = to_host() ? device : host;
+    if (!copied) {
+      at::_foreach_copy_(targets, sources);
+      return;
+    }
+    constexpr bool kNonBlocking = true;
+    for (size_t index = 0; index < targets.size(); ++index) {
+      at::_foreach_copy_({&targets[index], 1}, {&sources[index], 1}, kNonBlocking);
+      copied->add();
+    }
   }
 
   const Transfer& transfer_;
   const Plan& plan_;
   Job job_;
-  std::optional<c10::Stream> stream_;
   std::vector<Part> parts_;
 };
+
+/// Runs the pipeline on the stream of the transfer, behind the caller's current one.
+void run_on_stream(Pipeline& pipeline, const Transfer& transfer) {
+  const c10::Stream stream = *transfer.stream;
+  const c10::Device device = transfer.layers.front().device();
+  const c10::impl::VirtualGuardImpl of_device(device.type());
+  const c10::Stream callers = of_device.getStream(device);
+  if (stream.device() != device || stream == callers) {
+    refuse("a stream of the layers' device, and not the caller's current one");
+  }
+  if (!transfer.probe_to.defined() || transfer.probe_from.device() != device ||
+      transfer.probe_to.nbytes() != transfer.probe_from.nbytes()) {
+    refuse("pinned and device memory alike to probe the stream with");
+  }
+  try {
+    c10::Event before(device.type());
+    before.record(callers);
+    before.block(stream);
+    // A failure of what the copies have to wait for is one of theirs.
+    Marks begun(stream);
+    begun.add();
+    const c10::StreamGuard current(stream);
+    transfer.in_place ? pipeline.run_in_place() : pipeline.run();
+    begun.wait();
+  } catch (python_error& failure) {
+    // An operation of the device that is written in Python. Out of the way of others.
+    failure.persist();
+    if (drain(transfer)) throw;
+    throw NotDrained(failure.what());
+  } catch (const std::exception& failure) {
+    if (drain(transfer)) throw;
+    throw NotDrained(failure.what());
+  }
+}
 
 }  // namespace
 
@@ -268,8 +415,8 @@ void run(const Transfer& transfer) {
   Plan plan = expand(transfer);
   Job job;
   job.direction = transfer.direction;
-  job.staging_bytes = room_of_part(transfer);
-  job.chunks = transfer.chunks;
+  job.staging_bytes = transfer.in_place ? INT64_MAX : room_of_part(transfer);
+  job.chunks = transfer.windows;
   job.heads = transfer.heads;
   job.row_bytes = transfer.row_bytes;
   job.tiles = plan.tiles.data();
@@ -277,8 +424,13 @@ void run(const Transfer& transfer) {
   // Of every region by itself, before they are packed.
   check(job);
   check_regions(transfer, plan);
-  pack(transfer, plan);
-  Pipeline(transfer, plan, std::move(job)).run();
+  if (!transfer.in_place) pack(transfer, plan);
+  Pipeline pipeline(transfer, plan, std::move(job));
+  if (transfer.stream) {
+    run_on_stream(pipeline, transfer);
+  } else {
+    transfer.in_place ? pipeline.run_in_place() : pipeline.run();
+  }
 }
 
 }  // namespace kv_transpose

@@ -6,9 +6,12 @@
 #pragma once
 
 #include <ATen/ATen.h>
+#include <c10/core/Stream.h>
 
 #include <array>
 #include <cstdint>
+#include <optional>
+#include <stdexcept>
 #include <vector>
 
 #include "transpose.h"
@@ -39,23 +42,36 @@ struct Transfer {
   std::vector<at::Tensor> parts;  // staging of that type in host memory, one dense axis
   at::Tensor collector;     // device memory as large as a part, if pieces are collected
   int64_t batch_bytes = 0;  // that are staged in a part, unless a piece is larger
-  std::vector<Chunk> chunks;
+  std::vector<at::Tensor> chunks;  // as `windows` has them; copied to in place
+  std::vector<Chunk> windows;
   int64_t heads = 0;      // of every chunk
   int64_t row_bytes = 0;  // of one head of one token
-  const Piece* pieces = nullptr;
-  int64_t num_pieces = 0;
-  bool non_blocking = false;  // streams and events exist, and staging is pinned
-  int threads = 1;            // that transpose at most, the caller included
+  std::vector<Piece> pieces;
+  bool in_place = false;  // the device copies to and from the chunks, without staging
+  std::optional<c10::Stream> stream;  // of the copies; without one they are synchronous
+  at::Tensor probe_to, probe_from;    // with a stream: pinned and device memory, alike
+  int threads = 1;                    // that transpose at most, the caller included
 };
 
-/// Moves every piece of every layer on the current stream of the layers' device:
-/// chunk by chunk, then layer by layer. Returns when the last copy is complete. With a
-/// collector a batch crosses to or from the host as one copy; on one stream, whose
-/// order keeps its reuse safe.
+/// A transfer failed, and the device can't be asked whether its copies have ended: they
+/// may still use its memory.
+class NotDrained : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+/// Moves every piece of every layer: chunk by chunk, then layer by layer. Returns when
+/// the last copy is complete. With a collector a batch crosses to or from the host as
+/// one copy; on one stream, whose order keeps its reuse safe.
+///
+/// Copies are issued on `stream`, behind what the caller's current stream of the device
+/// has been given. No other thread may use it meanwhile. Failures are those of
+/// its own copies, and of what they had to wait for.
 ///
 /// Throws std::invalid_argument before the first copy unless every piece lies inside of
-/// its layer's memory, of every part and of its chunk. If a copy fails, those before it
-/// may be in flight.
+/// its layer's memory, of every part and of its chunk. If a copy fails, that is thrown
+/// when no copy is in flight and the stream has no more failures to report; NotDrained
+/// where that can't be brought about.
 void run(const Transfer& transfer);
 
 }  // namespace kv_transpose

@@ -99,7 +99,8 @@ Helpers& helpers() {
 }  // namespace
 
 void share(size_t count, int threads, const std::function<void(size_t)>& work) {
-  const size_t others = threads > 1 ? static_cast<size_t>(threads) - 1 : 0;
+  const int most = std::clamp(threads, 1, kMaxThreads);
+  const auto others = static_cast<size_t>(most - 1);
   if (others == 0 || count < 2) {
     for (size_t index = 0; index < count; ++index) work(index);
     return;

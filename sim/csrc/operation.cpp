@@ -62,7 +62,7 @@ void Operation::finish() {
   if (traced(what_.kind)) {
     const Via via = !crosses ? Via::kHost : what_.hidden ? Via::kHidden : Via::kLink;
     write_trace({what_.kind, thread_, what_.bytes, what_.descriptors, what_.device,
-                 stream_, begin_, now_ns(), via});
+                 stream_, begin_, now_ns(), via, fails()});
   }
   if (!fails()) return;
   if (fault_->action == FaultRule::Action::kOom) {

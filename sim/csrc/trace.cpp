@@ -79,13 +79,15 @@ void write_trace(const TraceLine& line) {
   char stream[16] = "null";
   if (line.stream) snprintf(stream, sizeof stream, "%" PRIu32, *line.stream);
   char text[384];
-  const int length = snprintf(
-      text, sizeof text,
-      "{\"pid\": %d, \"thread\": %d, \"kind\": \"%s\", \"bytes\": %" PRIu64
-      ", \"descriptors\": %" PRIu64 ", \"device\": %" PRIu32
-      ", \"stream\": %s, \"via\": %s, \"begin\": %" PRId64 ", \"end\": %" PRId64 "}\n",
-      static_cast<int>(getpid()), line.thread, name_of(line.kind), line.bytes,
-      line.descriptors, line.device, stream, way_of(line), line.begin, line.end);
+  const int length =
+      snprintf(text, sizeof text,
+               "{\"pid\": %d, \"thread\": %d, \"kind\": \"%s\", \"bytes\": %" PRIu64
+               ", \"descriptors\": %" PRIu64 ", \"device\": %" PRIu32
+               ", \"stream\": %s, \"via\": %s, \"begin\": %" PRId64
+               ", \"end\": %" PRId64 ", \"failed\": %s}\n",
+               static_cast<int>(getpid()), line.thread, name_of(line.kind), line.bytes,
+               line.descriptors, line.device, stream, way_of(line), line.begin,
+               line.end, line.failed ? "true" : "false");
   if (write(trace_file(), text, static_cast<size_t>(length)) != length) {
     report("RBLN_SIM_TRACE",
            std::string("a line was not written: ") + std::strerror(errno));

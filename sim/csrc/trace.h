@@ -24,6 +24,8 @@ struct TraceLine {
   int64_t end;
   /// For copies.
   Via via = Via::kLink;
+  /// Whether a fault made it fail.
+  bool failed = false;
 };
 
 /// Whether operations of this kind are traced.

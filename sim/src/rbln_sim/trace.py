@@ -6,13 +6,15 @@ operation to FILE. ``python -m rbln_sim.trace FILE`` prints what was copied and 
 the copies of each stream against the work of the host::
 
     {"pid": 71, "thread": 71, "kind": "d2h", "bytes": 4096, "descriptors": 1,
-     "device": 0, "stream": 2, "via": "link", "begin": 1200, "end": 1950}
+     "device": 0, "stream": 2, "via": "link", "begin": 1200, "end": 1950,
+     "failed": false}
 
 Times are nanoseconds of the machine's monotonic clock. ``stream`` is null for what runs
 in the calling thread: synchronous copies, graphs and waits. ``thread`` is the thread
 that called. ``via`` tells how a copy went: ``link``; ``host`` if it was served from
 host memory and nothing crossed; ``hidden`` if residency made it inside a call that
-asked for none. It is null for graphs and waits.
+asked for none. It is null for graphs and waits. ``failed`` tells whether a fault of
+``RBLN_SIM_FAULTS`` made it fail.
 """
 
 # Future
@@ -57,6 +59,7 @@ class Operation:
     via: str | None
     begin: int
     end: int
+    failed: bool = False
 
     def __post_init__(self) -> None:
         """Raise ValueError if it is none that the simulator writes."""

@@ -27,7 +27,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 BLOCKS_PER_CHUNK = 2
 # Not in order, and for the two threads no block twice.
 TABLES = ((6, 1, 4, 7), (0, 5, 3, 2))
-# A block of a layer fills one buffer, so that a transfer needs more than its ring.
+# A block of a layer fills one buffer, so that a transfer uses each more than once.
 BUFFER_BYTES = 2 * 2 * 4 * 8 * 2
 
 
@@ -99,12 +99,10 @@ class Machine:
 def backend(bug: Bug | None, seed: int) -> None:
     """Two threads store behind a forward; then blocks are restored behind another."""
     assert bug is None, "the backend makes no mistake on demand"
-    # The size of the real ones hides the ring: everything here would fit one buffer.
+    # The size of the real ones hides the reuse: everything here would fit one buffer.
     assert staging.BUFFER_BYTES > BUFFER_BYTES
-    buffers = staging.staging_buffers_setting()
     staging.BUFFER_BYTES = BUFFER_BYTES
-    # As many as there would be of the real ones.
-    staging.staging_buffers_setting = lambda: buffers
+    staging._process_arena = staging.StagingArena(2 * len(TABLES), len(TABLES))
     machine = Machine(seed)
     try:
         _store(machine, seed)

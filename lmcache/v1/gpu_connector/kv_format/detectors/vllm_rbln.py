@@ -28,8 +28,7 @@ from lmcache.lmcache_native import EngineKVFormat
 from lmcache.utils import EngineType
 from lmcache.v1.gpu_connector.kv_format.detectors import vllm
 from lmcache.v1.gpu_connector.kv_format.types import DiscoverableKVCache, LayoutHints
-from lmcache.v1.platform.devices.rbln.host_transpose import transpose_threads
-from lmcache.v1.platform.devices.rbln.staging import staging_buffers_setting
+from lmcache.v1.platform.devices.rbln import settings
 
 #: Says which layout a cache of two blocks has, where vLLM-RBLN can't be asked.
 LAYOUT_ENV_VAR = "LMCACHE_RBLN_KV_LAYOUT"
@@ -92,8 +91,7 @@ def _require_transfer_settings(cache: object) -> None:
     Not when LMCache is imported: its CLI and its server never transfer.
     """
     if isinstance(cache, torch.Tensor) and cache.device.type == "rbln":
-        transpose_threads()
-        staging_buffers_setting()
+        settings.require_valid()
 
 
 def _block_axis(cache: torch.Tensor) -> int:

@@ -23,7 +23,7 @@ from lmcache.v1.platform.base.device_ops import DeviceOps
 from lmcache.v1.platform.devices.rbln import kv_transfer
 from lmcache.v1.platform.devices.rbln.kv_layout import KVGeometry, resolve_geometry
 from lmcache.v1.platform.devices.rbln.kv_plan import plan_pieces
-from lmcache.v1.platform.devices.rbln.ring import torch_rbln
+from lmcache.v1.platform.devices.rbln.staging import torch_rbln
 from lmcache.v1.platform.ops_types import PageBufferShapeDesc
 
 

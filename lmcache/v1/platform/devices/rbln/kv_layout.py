@@ -78,10 +78,6 @@ class KVGeometry:
             self.head_size,
         )
 
-    def block_view(self, layer: torch.Tensor) -> torch.Tensor:
-        """View one of the layers as ``[NB, P, NH, BS, HS]``."""
-        return layer.as_strided(self.view_shape, self.strides)
-
     def chunk_shape(self, tokens: int) -> tuple[int, ...]:
         """Return the wire shape of a chunk of ``tokens`` tokens.
 
@@ -125,26 +121,12 @@ def resolve_geometry(
     traits = _traits(first)
     if first.is_meta:
         _refuse_layer(0, first, traits)
-    unlike = _first_unlike(layers)
+    # Every transfer asks for all of its layers, for which Python would need a tenth of
+    # the time of a whole small transfer.
+    unlike = kv_transpose().first_unlike(layers)
     if unlike is not None:
         _refuse_layer(unlike, layers[unlike], traits)
     return _geometry_of(len(layers), *traits, engine_kv_format)
-
-
-def _first_unlike(layers: Sequence[torch.Tensor]) -> int | None:
-    """Return the first layer that differs from layer 0, or None.
-
-    Every transfer asks for all of its layers, which Python answers in a tenth of the
-    time of a whole small transfer.
-    """
-    native = kv_transpose()
-    if native is not None:
-        found: int | None = native.first_unlike(layers)
-        return found
-    wanted = _traits(layers[0])
-    return next(
-        (index for index, layer in enumerate(layers) if _traits(layer) != wanted), None
-    )
 
 
 _Traits = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
@@ -255,23 +237,3 @@ def _require_dense_head_blocks(
             f"head-blocks or its blocks overlap; RBLN moves {layout} with at most "
             "padding between blocks"
         )
-
-
-def chunk_view(chunk: torch.Tensor, geometry: KVGeometry) -> torch.Tensor:
-    """View a validated chunk as ``[P, L, T, NH, HS]``.
-
-    Args:
-        chunk: ``[2, L, T, NH*HS]``, or ``[L, T, HS]`` for MLA.
-        geometry: Geometry of the KV cache that the chunk belongs to.
-
-    Returns:
-        A view that shares the chunk's storage.
-    """
-    shape, strides = tuple(chunk.shape), chunk.stride()
-    if geometry.num_planes == 1:
-        shape, strides = (1, *shape), (strides[0] * shape[0], *strides)
-    heads, head_size = geometry.num_heads, geometry.head_size
-    # The last axis is dense; one view in place of two.
-    return chunk.as_strided(
-        (*shape[:3], heads, head_size), (*strides[:3], head_size, 1)
-    )

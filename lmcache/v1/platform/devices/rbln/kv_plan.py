@@ -12,9 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-# Third Party
-import torch
-
 # First Party
 from lmcache.v1.platform.devices.rbln.kv_layout import KVGeometry
 
@@ -188,24 +185,3 @@ def _split_slots(
                     slots=min(step, slots - slot),
                     token=position * geometry.block_size + slot,
                 )
-
-
-def device_slice(view: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """Return a piece's region of a view, ``[blocks, planes, heads, slots, HS]``."""
-    return view[
-        piece.block : piece.block + piece.blocks,
-        piece.plane : piece.plane + piece.planes,
-        piece.head : piece.head + piece.heads,
-        piece.slot : piece.slot + piece.slots,
-    ]
-
-
-def chunk_slice(view: torch.Tensor, piece: Piece, layer: int) -> torch.Tensor:
-    """Return a piece's window of a chunk view, axes as :func:`device_slice` has."""
-    window = view[
-        piece.plane : piece.plane + piece.planes,
-        layer,
-        piece.token : piece.token + piece.blocks * piece.slots,
-        piece.head : piece.head + piece.heads,
-    ]
-    return window.unflatten(1, (piece.blocks, piece.slots)).permute(1, 0, 3, 2, 4)

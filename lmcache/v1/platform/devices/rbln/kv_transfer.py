@@ -1,66 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
 """Byte movement between paged RBLN KV blocks and token-major host chunks.
 
-Device copies run asynchronously on the current stream of the calling thread, through
-parts of pinned buffers: while one part is transposed on the host, the copies of the
-next ones are in flight. A part is read on the host, or used again, only after the
-event recorded behind its copies has completed. When a transfer returns, every copy it
-issued is complete in both directions. ``lmcache.kv_transpose`` does this in one call;
-the Python pipeline here does the same where the extension is missing.
-
-vLLM allocates its KV cache in inference mode. Such tensors may only be written inside
-it, and it does not reach LMCache's threads: whatever writes here enters it.
+``lmcache.kv_transpose`` moves them in one call: while one part of staging is transposed
+on the host, the copies of the next ones are in flight. Here it is chosen how, and the
+staging is leased. The copies are on the lease's own stream, behind what the caller's
+current stream had to do, so that no other thread is told of their failures. When a
+transfer returns, or fails, none of its copies is in flight.
 """
 
 # Future
 from __future__ import annotations
 
 # Standard
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+import functools
 
 # Third Party
 import numpy as np
 import torch
 
 # First Party
-from lmcache.v1.platform.devices.rbln import staging
-from lmcache.v1.platform.devices.rbln.copy_costs import (
-    HARDWARE_COSTS,
-    CopyCosts,
-)
-from lmcache.v1.platform.devices.rbln.device_copies import (
-    ChunkRows,
-    DeviceCopies,
-    DeviceStagedCopies,
-    DirectCopies,
-    Regions,
-)
-from lmcache.v1.platform.devices.rbln.device_staging import (
-    device_pool,
-    known_costs,
-    measured_costs,
-)
-from lmcache.v1.platform.devices.rbln.host_transpose import (
-    ELEMENT_BYTES,
-    TorchTransposition,
-    copy_bits,
-    transpose_threads,
-)
-from lmcache.v1.platform.devices.rbln.kv_layout import KVGeometry, chunk_view
-from lmcache.v1.platform.devices.rbln.kv_moves import Moves
-from lmcache.v1.platform.devices.rbln.kv_plan import (
-    Piece,
-    chunk_slice,
-    device_slice,
-)
+from lmcache.logging import init_logger
+from lmcache.v1.platform.devices.rbln import copy_costs, settings, staging
+from lmcache.v1.platform.devices.rbln.copy_costs import HARDWARE_COSTS, CopyCosts
+from lmcache.v1.platform.devices.rbln.kv_layout import KVGeometry
+from lmcache.v1.platform.devices.rbln.kv_plan import Piece
 from lmcache.v1.platform.devices.rbln.native import kv_transpose
-from lmcache.v1.platform.devices.rbln.ring import (
-    Ring,
-    Staged,
-    copy_straight,
-    supports_async_copies,
-)
+from lmcache.v1.platform.devices.rbln.staging import Lease
 
+logger = init_logger(__name__)
+
+#: Element widths, in bytes, that transfers can move.
+ELEMENT_BYTES = (1, 2, 4, 8)
+#: Buffers of a transfer that collects: one is copied while one is transposed.
+COLLECTED_BUFFERS = 2
+#: Copies that are large anyway share one buffer in so many parts of this many bytes, or
+#: of the largest piece. They stay in cache, so the host copy that follows a device copy
+#: reads from there, and it starts early.
+PARTS = 4
+PART_BYTES = 1 << 20
 #: With fewer pieces than this a transfer's time is not in their fixed cost.
 MIN_PIECES_TO_COLLECT = 16
 #: A transfer is cut into this many batches at least, unless they get too small or its
@@ -78,8 +56,7 @@ def max_piece_elements(geometry: KVGeometry) -> int:
         geometry: Geometry of the KV cache.
 
     Returns:
-        Elements that fit a staging buffer. Caches in host memory have no
-        staging and hence no limit but their own size.
+        Elements that fit a staging buffer.
 
     Raises:
         ValueError: If elements are of no width that host copies know, or not even one
@@ -89,13 +66,6 @@ def max_piece_elements(geometry: KVGeometry) -> int:
         raise ValueError(
             f"the KV cache is {geometry.dtype}, wanted elements of "
             f"{', '.join(map(str, ELEMENT_BYTES))} bytes"
-        )
-    if geometry.device.type == "cpu":
-        return (
-            geometry.num_blocks
-            * geometry.num_planes
-            * geometry.num_heads
-            * (geometry.block_size * geometry.head_size)
         )
     elements = staging.BUFFER_BYTES // geometry.dtype.itemsize
     if geometry.head_size > elements:
@@ -124,186 +94,182 @@ def transfer(
         to_host: Whether to gather.
 
     Raises:
-        RuntimeError: If a device copy fails. No copy is then in flight, and the
-            contents of the chunks, or of the blocks named by ``pieces`` if those were
-            written, are undefined.
+        ValueError: If a layer or chunk has less memory than its shape needs. Nothing
+            was copied.
+        RuntimeError: If a device copy fails, or what the caller's stream had to do
+            before. The contents of the chunks, or of the blocks named by ``pieces`` if
+            those were written, are undefined. No copy is in flight then, unless the
+            message says so because the device can't be waited for any more.
     """
     if not pieces:
         return
-    move = _copy_on_host if geometry.device.type == "cpu" else _transfer
-    move(geometry, layers, chunks, pieces, to_host)
-
-
-@torch.inference_mode()
-def _copy_on_host(
-    geometry: KVGeometry,
-    layers: Sequence[torch.Tensor],
-    chunks: Sequence[torch.Tensor],
-    pieces: Sequence[Piece],
-    to_host: bool,
-) -> None:
-    """Copy pieces of a cache in host memory, without staging."""
-    views = [chunk_view(chunk, geometry) for chunk in chunks]
-    for piece in pieces:
-        for index, layer in enumerate(layers):
-            blocks = device_slice(geometry.block_view(layer), piece)
-            window = chunk_slice(views[piece.chunk], piece, index)
-            pair = (window, blocks)
-            copy_bits(*(pair if to_host else pair[::-1]))
-
-
-def _transfer(
-    geometry: KVGeometry,
-    layers: Sequence[torch.Tensor],
-    chunks: Sequence[torch.Tensor],
-    pieces: Sequence[Piece],
-    to_host: bool,
-) -> None:
-    """Copy pieces between a device and the host."""
-    moves = Moves(geometry, pieces)
-    regions = Regions(geometry, layers, moves)
-    may_collect = _may_collect(moves)
-    if not may_collect and _copy_straight(geometry, regions, chunks, moves, to_host):
+    move = functools.partial(
+        kv_transpose().transfer,
+        to_host=to_host,
+        layers=layers,
+        strides=geometry.strides[:-1],
+        heads=geometry.num_heads,
+        chunks=chunks,
+        pieces=np.array(pieces, dtype=np.int64),
+        threads=settings.transpose_threads(),
+    )
+    sizes = _Sizes(geometry, pieces)
+    if geometry.device.type == "cpu":
+        _move_on_host(move, sizes)
         return
-    with Ring(geometry.device) as ring:
-        collector = _choose_collector(ring, regions, moves, may_collect)
-        batch_bytes = ring.part_bytes
-        if collector is None:
-            # The host has a batch to transpose while the next ones are copied.
-            share = max(MIN_BATCH_BYTES, moves.total_bytes // MIN_BATCHES)
-            batch_bytes = min(batch_bytes, share)
-        native = kv_transpose()
-        if native is not None:
-            ring.begin_copies()
-            # It enters inference mode by itself, in less time.
-            native.transfer(
-                to_host=to_host,
-                layers=layers,
-                strides=geometry.strides[:-1],
-                heads=geometry.num_heads,
-                staging=ring.buffers,
-                part_bytes=ring.part_bytes,
-                parts=ring.parts,
-                collector=collector,
-                batch_bytes=batch_bytes,
-                chunks=chunks,
-                pieces=np.array(moves.pieces, dtype=np.int64),
-                non_blocking=ring.asynchronous,
-                threads=transpose_threads(),
-            )
-        else:
-            copies: DeviceCopies = (
-                DirectCopies(regions, ring.asynchronous)
-                if collector is None
-                else DeviceStagedCopies(regions, collector)
-            )
-            host = TorchTransposition([chunk_view(chunk, geometry) for chunk in chunks])
-            _run_pipeline(ring, copies, host, moves, moves.pack(batch_bytes), to_host)
+    known = copy_costs.known_costs(geometry.device)
+    may_collect = sizes.may_collect(known) and staging.supports_async_copies()
+    in_place = not may_collect and _can_copy_in_place(geometry, chunks)
+    portions = sizes.direct()
+    # One buffer has parts enough, or a second one does instead.
+    buffers = 1 if portions["parts"] > 1 else 2
+    lease = Lease(0 if in_place else COLLECTED_BUFFERS if may_collect else buffers)
+    arena = staging.arena()
+    try:
+        arena.acquire(lease, geometry.device)
+        collector = None
+        if may_collect:
+            collector = _choose_collector(lease, layers[0], sizes)
+        if collector is not None:
+            portions, buffers = sizes.collected(), COLLECTED_BUFFERS
+        _run(move, lease, buffers, portions, collector, in_place)
+    finally:
+        # Before any call: an interrupt may strike there.
+        lease.ended = True
+        arena.release(lease)
 
 
-@torch.inference_mode()
-def _run_pipeline(
-    ring: Ring,
-    copies: DeviceCopies,
-    host: TorchTransposition,
-    moves: Moves,
-    batches: Sequence[range],
-    to_host: bool,
-) -> None:
-    """Stage batch after batch, as ``lmcache.kv_transpose.transfer`` does natively."""
+class _Sizes:
+    """How much a transfer moves, and in which portions.
 
-    def finish() -> Staged:
-        part = ring.oldest()
-        part.wait()
-        if to_host:
-            host.gather(part.buffer, moves.tiles_of(part.batch))
-        return part
-
-    unused = ring.make_parts(moves.dtype)
-    ring.begin_copies()
-    for batch in batches:
-        part = next(unused, None) or finish()
-        ring.stage(part, batch)
-        if to_host:
-            copies.to_host(part.elements(moves), batch)
-        else:
-            host.scatter(part.buffer, moves.tiles_of(batch))
-            copies.to_device(part.elements(moves), batch)
-        part.record()
-    while ring.in_flight():
-        finish()
-
-
-def _choose_collector(
-    ring: Ring, regions: Regions, moves: Moves, may_collect: bool
-) -> torch.Tensor | None:
-    """Choose the cheaper copies, and divide the ring's buffers for direct ones.
-
-    Returns:
-        Device memory to collect pieces in, or None where direct copies are cheaper.
+    Args:
+        geometry: Geometry of the KV cache.
+        pieces: What to copy in every layer.
     """
-    known = known_costs(regions.device)
-    may_collect = may_collect and (known is None or _collecting_pays(known, moves))
-    if ring.asynchronous and may_collect:
-        buffer = _borrow_collector(ring, regions, moves)
-        if buffer is not None:
-            return buffer
-    # Each piece must fit a part.
-    aligned = -(-moves.largest_bytes // _ALIGNMENT) * _ALIGNMENT
-    part_bytes = min(max(staging.PART_BYTES, aligned), staging.BUFFER_BYTES)
-    ring.divide(part_bytes, staging.PARTS)
-    return None
+
+    def __init__(self, geometry: KVGeometry, pieces: Sequence[Piece]) -> None:
+        sizes = [piece.elements(geometry.head_size) for piece in pieces]
+        self.count = len(sizes) * geometry.num_layers
+        self.total = sum(sizes) * geometry.num_layers * geometry.dtype.itemsize
+        self.largest = max(sizes) * geometry.dtype.itemsize
+
+    def direct(self) -> dict[str, int]:
+        """Return parts and batches of direct copies: each piece fits a part."""
+        aligned = -(-self.largest // _ALIGNMENT) * _ALIGNMENT
+        part_bytes = min(max(PART_BYTES, aligned), staging.BUFFER_BYTES)
+        # The host has a batch to transpose while the next ones are copied.
+        share = max(MIN_BATCH_BYTES, self.total // MIN_BATCHES)
+        return {
+            "part_bytes": part_bytes,
+            "parts": min(PARTS, staging.BUFFER_BYTES // part_bytes),
+            "batch_bytes": min(part_bytes, share),
+        }
+
+    def collected(self) -> dict[str, int]:
+        """Return the same for collected copies: as large as can be."""
+        size = staging.BUFFER_BYTES
+        return {"part_bytes": size, "parts": 1, "batch_bytes": size}
+
+    def may_collect(self, known: CopyCosts | None) -> bool:
+        """Return whether collecting pays, or may do where costs are not known."""
+        return self.count >= MIN_PIECES_TO_COLLECT and self.collecting_pays(
+            known or HARDWARE_COSTS
+        )
+
+    def collecting_pays(self, costs: CopyCosts) -> bool:
+        """Return whether pieces are better collected in device memory."""
+        collected = costs.device_staged_us(self.total, self.count, staging.BUFFER_BYTES)
+        return collected < costs.direct_us(self.total, self.count)
 
 
-@torch.inference_mode()
-def _borrow_collector(
-    ring: Ring, regions: Regions, moves: Moves
-) -> torch.Tensor | None:
-    """Borrow device memory to collect pieces in; None if it is not there or no use."""
-    buffer = ring.borrow_device_buffer(device_pool(regions.device, regions.dtype))
-    if buffer is None:
-        return None
-    ring.begin_copies()
-    costs = measured_costs(regions.first, ring.buffers[0], buffer, ring.is_alone)
-    # It has waited for its copies.
-    ring.end_copies()
-    pays = costs is not None and _collecting_pays(costs, moves)
-    return buffer if pays else None
+def _run(
+    move: Callable[..., None],
+    lease: Lease,
+    buffers: int,
+    portions: dict[str, int],
+    collector: torch.Tensor | None,
+    in_place: bool,
+) -> None:
+    """Move everything with the staging of a lease, up to so many buffers of it."""
+    not_drained = kv_transpose().NotDrained
+    lease.busy = True
+    drained = True
+    try:
+        move(
+            staging=lease.buffers[:buffers],
+            collector=collector,
+            stream=lease.stream,
+            probe=lease.probe,
+            in_place=in_place,
+            **portions,
+        )
+    except not_drained as exc:
+        drained = False
+        if not in_place:
+            logger.error(
+                "RBLN copies of a failed transfer may still be in flight; its staging "
+                "is used again when the device is known to be idle: %s",
+                exc,
+            )
+            raise
+        raise RuntimeError(
+            "RBLN copies of a failed transfer can't be waited for: the device does not "
+            "answer any more and may still access the memory of the chunks. Do not "
+            f"reuse that memory, and restart the process. The failure was: {exc}"
+        ) from exc
+    finally:
+        # In any other case the native call has waited for its copies.
+        lease.busy = not drained
 
 
-def _collecting_pays(costs: CopyCosts, moves: Moves) -> bool:
-    """Return whether pieces are better collected in device memory."""
-    num_bytes, pieces = moves.total_bytes, moves.count
-    collected = costs.device_staged_us(num_bytes, pieces, staging.BUFFER_BYTES)
-    return collected < costs.direct_us(num_bytes, pieces)
+def _move_on_host(move: Callable[..., None], sizes: _Sizes) -> None:
+    """Move pieces of a cache in host memory: the same way, and synchronous."""
+    portions = sizes.direct()
+    # Not more than there is: tests move little, and often.
+    part_bytes = max(sizes.largest, min(portions["part_bytes"], sizes.total))
+    portions |= {"part_bytes": part_bytes, "parts": 1, "batch_bytes": part_bytes}
+    buffer = torch.empty(part_bytes, dtype=torch.uint8)
+    move(staging=[buffer], collector=None, stream=None, **portions)
 
 
-def _copy_straight(
-    geometry: KVGeometry,
-    regions: Regions,
-    chunks: Sequence[torch.Tensor],
-    moves: Moves,
-    to_host: bool,
-) -> bool:
-    """Let the device copy to and from chunks by itself; return whether it could.
+def _can_copy_in_place(geometry: KVGeometry, chunks: Sequence[torch.Tensor]) -> bool:
+    """Return whether the device can copy to and from chunks by itself.
 
     It can where a piece is contiguous in its chunk too, as MLA's are, and the chunk is
     pinned. Through pageable memory the link is slower than by way of staging.
     """
-    if geometry.num_planes * geometry.num_heads > 1 or not supports_async_copies():
+    if geometry.num_planes * geometry.num_heads > 1:
         return False
-    with torch.inference_mode():
-        rows = ChunkRows([chunk_view(chunk, geometry) for chunk in chunks])
-        if not (rows.dense and rows.pinned):
-            return False
-        pair = (rows.of(moves), regions.of(moves.all))
-        targets, sources = pair if to_host else pair[::-1]
-        copy_straight(geometry.device, targets, sources, chunks)
-    return True
-
-
-def _may_collect(moves: Moves) -> bool:
-    """Return whether collecting pays, or may do where costs are not measured yet."""
-    return moves.count >= MIN_PIECES_TO_COLLECT and _collecting_pays(
-        HARDWARE_COSTS, moves
+    return staging.supports_async_copies() and all(
+        (chunk.stride(-2) == geometry.head_size or chunk.shape[-2] == 1)
+        and chunk.is_pinned()
+        for chunk in chunks
     )
+
+
+@torch.inference_mode()
+def _choose_collector(
+    lease: Lease, layer: torch.Tensor, sizes: _Sizes
+) -> torch.Tensor | None:
+    """Return device memory to collect pieces in; None if there is none, or no use."""
+    assert lease.lane is not None
+    key = layer.device, layer.dtype
+    buffer = lease.lane.collectors.get(key)
+    if buffer is None:
+        try:
+            buffer = staging.make_collector(*key)
+        except RuntimeError as exc:
+            staging.warn_once(
+                "Small pieces of the KV cache are copied one by one and slower, "
+                "without device memory to collect them in: %s",
+                exc,
+            )
+            return None
+        lease.lane.collectors[key] = buffer
+    lease.busy = True
+    # Dense in every layout.
+    head = layer.as_strided((layer.shape[-2] * layer.shape[-1],), (1,))
+    costs = copy_costs.measured_costs(head, lease.buffers[0], buffer, lease.stream)
+    # It has waited for its copies.
+    lease.busy = False
+    return buffer if costs is not None and sizes.collecting_pays(costs) else None

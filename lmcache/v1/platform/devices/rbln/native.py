@@ -1,34 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The native extension of transfers, or the reason why there is none."""
+"""The native extension that moves the bytes of transfers."""
 
 # Future
 from __future__ import annotations
 
 # Standard
 from types import ModuleType
+import functools
 import importlib
 
-# First Party
-from lmcache.logging import init_logger
-from lmcache.v1.platform.devices.rbln.staging import once
-
-logger = init_logger(__name__)
-
-#: Which arguments its functions take, and the columns of its two tables; the extension
-#: says which ones it was built with.
-INTERFACE = 2
-TILE_COLUMNS = (
-    "staged",
-    "chunk",
-    "layer",
-    "plane",
-    "planes",
-    "token",
-    "blocks",
-    "slots",
-    "head",
-    "heads",
-)
+#: Which arguments its functions take, and the columns of a table of pieces; the
+#: extension says which ones it was built with.
+INTERFACE = 3
 PIECE_COLUMNS = (
     "chunk",
     "block",
@@ -43,27 +26,33 @@ PIECE_COLUMNS = (
 )
 
 
-@once
-def kv_transpose() -> ModuleType | None:
-    """Return ``lmcache.kv_transpose``, or None and one warning that says why."""
+@functools.cache
+def kv_transpose() -> ModuleType:
+    """Return ``lmcache.kv_transpose``.
+
+    Raises:
+        ImportError: If it is missing or of another build; the message has the reason
+            and the command that mends it.
+    """
     try:
         native = importlib.import_module("lmcache.kv_transpose")
-        interface = getattr(native, "INTERFACE", 1)
-        columns = tuple(native.TILE_COLUMNS), tuple(native.PIECE_COLUMNS)
-        if (interface, *columns) == (INTERFACE, TILE_COLUMNS, PIECE_COLUMNS):
-            return native
-        reason = (
-            f"it is of another LMCache, with interface {interface} in place of "
-            f"{INTERFACE}, tiles of {', '.join(columns[0])} and pieces of "
-            f"{', '.join(columns[1])}"
-        )
+        built = getattr(native, "INTERFACE", None), tuple(native.PIECE_COLUMNS)
     except Exception as exc:
-        # Whatever an extension of another build raises, torch can do the work instead.
-        reason = f"it can't be imported: {exc}"
-    logger.warning(
-        "KV blocks are copied and transposed by torch and Python, several times "
-        "slower, without the extension lmcache.kv_transpose: %s. Install a wheel of "
-        "this LMCache that was built for this Python and torch",
-        reason,
+        # An extension of another build may raise anything.
+        raise _unusable(f"it can't be imported: {exc}") from exc
+    if built != (INTERFACE, PIECE_COLUMNS):
+        raise _unusable(
+            f"it is of another LMCache, with interface {built[0]} in place of "
+            f"{INTERFACE} and pieces of {', '.join(map(str, built[1]))}"
+        )
+    return native
+
+
+def _unusable(reason: str) -> ImportError:
+    return ImportError(
+        "RBLN transfers need LMCache's native extension lmcache.kv_transpose, but "
+        f"{reason}. Install a wheel of this LMCache for this Python and torch: "
+        "pip install --force-reinstall --no-deps lmcache==0.5.6+rbln --find-links DIR, "
+        "or build it where torch is installed: "
+        "pip install --no-deps --no-build-isolation -e ."
     )
-    return None

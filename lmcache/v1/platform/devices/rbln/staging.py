@@ -1,309 +1,369 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bounded pool of pinned host buffers between device copies and host copies.
+"""Bounded staging of transfers: pinned host buffers, streams and device buffers.
 
-One pool serves every thread of a process. It never grows past its capacity: a
-transfer that finds no free buffer waits for another to give one back, so memory is
-the same with one thread as with eight. Those who wait are served in order. A transfer
-waits only for its turn and its *first* buffer, and a transfer that holds one can always
-finish, so waiting cannot deadlock.
+One arena serves every thread of a process. A transfer has a lease of it: a *lane*,
+which is a stream of its own and device memory to collect in, and pinned buffers. Who
+waits for a lease is served in order of arrival, and who has one waits for no other, so
+waiting cannot deadlock.
+
+What is free is never counted, but follows from the leases there are. A lease ends with
+one store to :attr:`Lease.ended`. So nothing is lost where an interrupt strikes: the
+next one who comes or goes sees that it has ended.
 """
 
 # Future
 from __future__ import annotations
 
 # Standard
-from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
-from typing import Generic, TypeVar
+from typing import Any
+import atexit
+import functools
 import os
-import queue
 import threading
-import weakref
 
 # Third Party
 import torch
 
 # First Party
 from lmcache.logging import init_logger
+from lmcache.v1.platform.devices.rbln import settings
 
 logger = init_logger(__name__)
 
-_Result = TypeVar("_Result")
-
-#: Total staging memory of a process, in MiB.
-STAGING_ENV_VAR = "LMCACHE_RBLN_STAGING_MIB"
-DEFAULT_STAGING_MIB = 64
 #: Bytes of one buffer. A copy of it spends little of its time on its fixed cost.
 BUFFER_BYTES = 8 << 20
-#: Buffers that one transfer uses at most: one is copied while one is transposed.
-RING_BUFFERS = 2
-#: Copies that are large anyway share one buffer in so many parts of this many bytes, or
-#: of the largest piece. They stay in cache, so the host copy that follows a device copy
-#: reads from there, and it starts early.
-PARTS = 4
-PART_BYTES = 1 << 20
+#: Transfers of a process that stage at a time, at most; LMCache's five threads fit.
+MAX_LEASES = 8
 
-#: Seconds after which a waiting transfer looks again by itself: a transfer that was
-#: interrupted at a bad moment may not have told that its buffers are back, and nobody
-#: tells that all are lost.
-_LOOK_AGAIN = 0.5
+#: torch-rbln has 32 streams of a device, and gives them out one after the other.
+_STREAM_POOL = 32
+_PROBE_BYTES = 64
 
 
-class once(Generic[_Result]):  # noqa: N801
-    """A function that runs once a process, also where first calls race.
-
-    Others wait for it. Arguments of later calls are not looked at.
-    """
-
-    def __init__(self, function: Callable[..., _Result]) -> None:
-        self._function = function
-        self._lock = threading.Lock()
-        self._results: list[_Result] = []
-
-    def __call__(self, *arguments: object) -> _Result:
-        if not self._results:
-            with self._lock:
-                if not self._results:
-                    self._results.append(self._function(*arguments))
-        return self._results[0]
-
-    def cache_clear(self) -> None:
-        """Let it run again."""
-        self._results = []
+#: Host and device memory, alike.
+Probe = tuple[torch.Tensor, torch.Tensor]
 
 
-class _Slot:
-    """Room for one buffer of a pool. Whether it is lent follows from its borrower.
+class Lane:
+    """What one transfer at a time uses.
 
     Attributes:
-        buffer: The buffer, once it is made.
-        loan: Who borrowed it last.
-        busy: Whether copies may be in flight on the buffer.
+        streams: The lane's stream of each device.
+        probes: Pinned and device memory of each device, to see what a stream is up to.
+        collectors: Its device memory, by device and dtype.
     """
 
     def __init__(self) -> None:
-        self.buffer: torch.Tensor | None = None
-        self.loan: weakref.ref[Loan] | None = None
-        self.busy = False
-
-    def lent(self) -> bool:
-        """Return whether the borrower is there and has not given the buffer back."""
-        loan = self.loan() if self.loan is not None else None
-        return loan is not None and not loan.ended and self in loan.slots
+        self.streams: dict[torch.device, Any] = {}
+        self.probes: dict[torch.device, Probe] = {}
+        self.collectors: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
 
 
-class Loan:
-    """Buffers borrowed from a pool until the ``with`` block ends.
-
-    Whoever issues copies calls :meth:`begin_copies` before, and :meth:`end_copies` when
-    it knows that they are complete. A buffer that comes back in between may still be
-    written by the device, so it is never lent again. Buffers also come back if the loan
-    is dropped, so that nothing is lost wherever an interrupt strikes.
-
-    Attributes:
-        slots: Where the buffers come from.
-        ended: Whether they have been given back.
-        called: Has an item when the pool may have a buffer. It is written in C: no
-            interrupt leaves it half taken.
-    """
-
-    def __init__(self, pool: StagingPool) -> None:
-        self._pool = pool
-        self.called: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self.slots: list[_Slot] = []
-        self.ended = False
-
-    @property
-    def buffers(self) -> list[torch.Tensor]:
-        """The borrowed buffers."""
-        return [slot.buffer for slot in self.slots if slot.buffer is not None]
-
-    @property
-    def copying(self) -> bool:
-        """Whether copies may be in flight on the buffers."""
-        return any(slot.busy for slot in self.slots)
-
-    def begin_copies(self) -> None:
-        """Copies will be in flight on the buffers."""
-        for slot in self.slots:
-            slot.busy = True
-
-    def end_copies(self) -> None:
-        """No copy is in flight on the buffers."""
-        for slot in self.slots:
-            slot.busy = False
-
-    def keep(self, count: int) -> None:
-        """Give all but the first ``count`` buffers back early."""
-        self.slots = self.slots[:count]
-        self._pool.wake()
-
-    def keep_made(self) -> None:
-        """Give back what has no buffer."""
-        if any(slot.buffer is None for slot in self.slots):
-            self.slots = [slot for slot in self.slots if slot.buffer is not None]
-            self._pool.wake()
-
-    def __enter__(self) -> Loan:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.ended = True
-        self._pool.wake()
-
-
-class StagingPool:
-    """A bounded set of equally sized buffers, made on demand.
+class Lease:
+    """Staging of one transfer.
 
     Args:
-        num_buffers: Buffers the pool may hold, at least 1.
-        make_buffer: Makes one buffer; called without the pool's lock held.
-        max_loans: Loans at a time, by default as many as there are buffers.
+        want: Buffers that the transfer can use; 0 if it needs a stream only. More than
+            one only if free right now.
 
     Attributes:
-        loans: How many there have been, without those that still wait.
+        lane: The lane, once it is granted.
+        buffers: The pinned buffers, uint8, ``BUFFER_BYTES`` each.
+        stream: Stream of the copies; None where copies are synchronous.
+        probe: The lane's memory to probe the stream with, if there is one.
+        busy: Whether copies may be in flight on what it holds.
+        ended: Whether the transfer is over.
     """
 
-    def __init__(
-        self,
-        num_buffers: int,
-        make_buffer: Callable[[], torch.Tensor],
-        max_loans: int | None = None,
-    ) -> None:
-        self._make_buffer = make_buffer
-        self._max_loans = max_loans or num_buffers
-        self._slots = [_Slot() for _ in range(num_buffers)]
-        # Those who have no buffer yet, the first one being served.
-        self._line: deque[weakref.ref[Loan]] = deque()
-        self._lock = threading.Lock()
-        self._warned = False
-        self.loans = 0
+    def __init__(self, want: int) -> None:
+        self.want = want
+        self.lane: Lane | None = None
+        self.buffers: list[torch.Tensor] = []
+        self.stream: Any = None
+        self.probe: Probe | None = None
+        # Behind a probe that was issued to see whether the stream is idle.
+        self.probed: Any = None
+        self.busy = False
+        self.ended = False
+        self.failure: Exception | None = None
+        # Indices of its buffers, and the lane: one store makes it granted.
+        self.grant: tuple[Lane, list[int]] | None = None
+        self.waiting = threading.Lock()
+        self.waiting.acquire()
 
-    def borrow(self, want: int) -> Loan:
-        """Borrow 1 to ``want`` buffers, in order of arrival.
+
+class StagingArena:
+    """A bounded set of buffers and lanes.
+
+    Args:
+        num_buffers: Buffers that it may hold, at least 1; made on demand.
+        max_leases: Transfers at a time.
+    """
+
+    def __init__(self, num_buffers: int, max_leases: int) -> None:
+        self._lock = threading.Lock()
+        self._buffers: list[torch.Tensor | None] = [None] * num_buffers
+        self._lanes = [Lane() for _ in range(min(max_leases, num_buffers))]
+        # In order of arrival; without a grant they wait.
+        self._leases: list[Lease] = []
+        # Streams that callers were seen to use.
+        self._callers: set[tuple[torch.device, int]] = set()
+
+    def acquire(self, lease: Lease, device: torch.device) -> None:
+        """Wait for the turn of a lease. Whatever happens, :meth:`release` it.
 
         Args:
-            want: Buffers the caller can use; more than one only if free right now.
-
-        Returns:
-            The loan, for a ``with`` block.
+            lease: A new lease.
+            device: Device of the transfer.
 
         Raises:
-            RuntimeError: If every buffer of the pool is lost to copies that failed.
-            Exception: If no buffer can be made, and none is there to wait for.
+            RuntimeError: If copies that failed may still use all staging, or no buffer
+                can be made.
         """
-        loan = Loan(self)
+        with self._lock:
+            self._leases.append(lease)
+            self._serve()
+        lease.waiting.acquire()
+        if lease.failure is not None:
+            raise lease.failure
+        assert lease.grant is not None
+        lease.lane, indices = lease.grant
+        if supports_async_copies():
+            probes = lease.lane.probes
+            if device not in probes:
+                probes[device] = make_probe(device)
+            lease.probe = probes[device]
+            lease.stream = self._stream(lease.lane, device)
+        lease.buffers = self._make_buffers(indices)
+
+    def release(self, lease: Lease) -> None:
+        """Take a lease back that has ended, or that ends here. Idempotent.
+
+        What copies may still use is kept until the lease's stream is known to be idle.
+        """
+        lease.ended = True
         try:
-            self._fill(loan, want)
-            self.wake()
+            self.look()
         except BaseException:
-            # Whoever keeps the exception must not keep a place in the line.
-            loan.__exit__()
+            # An interrupt must not keep the next one from being woken.
+            self.look()
             raise
-        return loan
 
-    def lent(self) -> int:
-        """Return how many buffers are borrowed right now."""
+    def look(self) -> None:
+        """Take back what leases no longer use, and serve those who wait."""
         with self._lock:
-            return sum(slot.lent() for slot in self._slots)
+            self._serve()
 
-    def lost(self) -> int:
-        """Return how many buffers came back with copies in flight."""
+    def in_use(self) -> tuple[int, int]:
+        """Return how many leases there are: under way, and ended but not drained."""
+        self.look()
         with self._lock:
-            return sum(slot.busy and not slot.lent() for slot in self._slots)
-
-    def wake(self) -> None:
-        """Let the first in line look again, if there is something for it."""
-        with self._lock:
-            first = self._first_in_line() if self._line and self._free() else None
-        if first is not None:
-            first.called.put(None)
+            ended = sum(lease.ended for lease in self._leases)
+            return len(self._leases) - ended, ended
 
     def close(self) -> None:
-        """Free the idle buffers; a transfer under way keeps its own until it ends."""
+        """Free the memory; a transfer under way keeps its own until it ends."""
         with self._lock:
-            for slot in self._slots:
-                if not slot.busy and not slot.lent():
-                    slot.buffer = None
+            self._buffers = [None] * len(self._buffers)
+            for lane in self._lanes:
+                lane.collectors.clear()
+                lane.probes.clear()
 
-    def _fill(self, loan: Loan, want: int) -> None:
-        """Wait in line until the loan has 1 to ``want`` buffers."""
-        with self._lock:
-            self._line.append(weakref.ref(loan))
-        failure: Exception | None = None
-        while True:
-            self._assign(loan, want, failure)
-            try:
-                for slot in loan.slots:
-                    if slot.buffer is None:
-                        slot.buffer = self._make_buffer()
-            except Exception as exc:
-                # Without the frames, which would keep a loan that is dropped.
-                failure = exc.with_traceback(None)
-                self._warn_of_fewer(exc)
-                loan.keep_made()
-                if not loan.slots:
-                    # There may be one by now that somebody else has made.
-                    continue
-            if loan.slots:
+    def _serve(self) -> None:
+        """As :meth:`look`; the lock is held."""
+        for lease in list(self._leases):
+            if lease.ended and not (lease.busy and not _is_idle(lease)):
+                self._leases.remove(lease)
+        for lease in self._leases:
+            if lease.ended:
+                continue
+            if lease.grant is None and lease.failure is None:
+                lease.grant = self._free(lease.want)
+                if lease.grant is None and not self._any_under_way():
+                    lease.failure = RuntimeError(
+                        f"all staging of RBLN transfers is held by {len(self._leases)} "
+                        "that failed, whose copies are not known to have ended; it "
+                        "comes back when the device is idle. If it never is, the "
+                        "device is lost: restart the process"
+                    )
+            if lease.grant is None and lease.failure is None:
+                # Those behind wait for their turn.
                 break
-            with suppress(queue.Empty):
-                loan.called.get(timeout=_LOOK_AGAIN)
+            # Whoever was woken does not look at it again.
+            if lease.waiting.locked():
+                lease.waiting.release()
+
+    def _any_under_way(self) -> bool:
+        return any(lease.grant and not lease.ended for lease in self._leases)
+
+    def _free(self, want: int) -> tuple[Lane, list[int]] | None:
+        """Return a free lane and buffers, those made first; the lock is held."""
+        grants = [lease.grant for lease in self._leases if lease.grant]
+        lanes = [lane for lane in self._lanes if all(lane is not g[0] for g in grants)]
+        lent = {index for _, indices in grants for index in indices}
+        free = [i for i in range(len(self._buffers)) if i not in lent]
+        free.sort(key=lambda index: self._buffers[index] is None)
+        if not lanes or (want and not free):
+            return None
+        return lanes[0], free[:want]
+
+    def _make_buffers(self, indices: list[int]) -> list[torch.Tensor]:
+        """Return the buffers of a grant, made where they are missing."""
+        made = []
+        for index in indices:
+            buffer = self._buffers[index]
+            if buffer is None:
+                try:
+                    buffer = self._buffers[index] = make_buffer()
+                except (RuntimeError, MemoryError) as exc:
+                    if made:
+                        warn_once(
+                            "RBLN transfers have fewer staging buffers and may be "
+                            "slower; another one can't be made: %s",
+                            exc,
+                        )
+                        break
+                    raise RuntimeError(
+                        f"{BUFFER_BYTES >> 20} MiB of pinned host memory for staging "
+                        f"can't be had: {exc}; free host memory, or lower "
+                        f"{settings.STAGING_ENV_VAR}"
+                    ) from exc
+            made.append(buffer)
+        return made
+
+    def _stream(self, lane: Lane, device: torch.device) -> Any:
+        """Return the lane's stream, which no other lane and no caller has."""
+        current = (device, torch_rbln().current_stream(device).stream_id)
         with self._lock:
-            self.loans += 1
-            self._line.popleft()
+            self._callers.add(current)
+            for other in self._lanes:
+                stream = other.streams.get(device)
+                if stream is not None and stream.stream_id == current[1]:
+                    # A transfer under way keeps it; the next gets another.
+                    del other.streams[device]
+            if device not in lane.streams:
+                lane.streams[device] = self._draw(device, current[1])
+            return lane.streams[device]
 
-    def _assign(self, loan: Loan, want: int, failure: Exception | None) -> None:
-        """Lend the first in line up to ``want`` slots, those with a buffer first.
+    def _draw(self, device: torch.device, current: int) -> Any:
+        """Draw a stream of a device; the lock is held."""
+        ours = {
+            lane.streams[device].stream_id
+            for lane in self._lanes
+            if device in lane.streams
+        }
+        ours |= {
+            lease.stream.stream_id
+            for lease in self._leases
+            if lease.stream is not None and lease.stream.device == device
+        }
+        callers = {stream for where, stream in self._callers if where == device}
+        # A stream that a caller has had is better than none.
+        for avoided in (ours | callers, ours | {current}):
+            for _ in range(_STREAM_POOL):
+                stream = torch_rbln().Stream(device)
+                if stream.stream_id not in avoided:
+                    return stream
+        raise RuntimeError(
+            f"torch-rbln has no stream of {device} that is free for a transfer; "
+            f"transfers have {len(ours)}"
+        )
 
-        After a failure to make a buffer only such slots, and if there is nobody to wait
-        for either, it is raised.
-        """
-        with self._lock:
-            if all(slot.busy and not slot.lent() for slot in self._slots):
-                raise RuntimeError(
-                    f"all {len(self._slots)} staging buffers are lost to device copies "
-                    "that failed; restart the process to use the NPU again"
-                )
-            if self._first_in_line() is not loan:
-                return
-            free = self._free()
-            if failure is not None:
-                free = [slot for slot in free if slot.buffer is not None]
-                if not free and not any(slot.lent() for slot in self._slots):
-                    raise failure
-            free.sort(key=lambda slot: slot.buffer is None)
-            for slot in free[:want]:
-                slot.loan = weakref.ref(loan)
-                loan.slots.append(slot)
 
-    def _first_in_line(self) -> Loan | None:
-        """Return who is to be served next; the lock is held."""
-        while self._line:
-            first = self._line[0]()
-            if first is not None and not first.ended:
-                return first
-            self._line.popleft()
-        return None
+def _is_idle(lease: Lease) -> bool:
+    """Return whether a lease's stream is known to have nothing to do.
 
-    def _free(self) -> list[_Slot]:
-        """Return what may be lent now; the lock is held."""
-        lent = [slot for slot in self._slots if slot.lent()]
-        if len({slot.loan() for slot in lent if slot.loan}) >= self._max_loans:
-            return []
-        return [slot for slot in self._slots if not slot.busy and slot not in lent]
+    A copy behind everything else tells; also, that no failure of its transfer is left
+    which the next one would be told of. Nobody waits for it: who asks later sees.
+    """
+    if lease.stream is None or lease.probe is None:
+        # Synchronous copies have ended.
+        return True
+    host, device = lease.probe
+    try:
+        if lease.probed is None:
+            with torch.inference_mode(), torch_rbln().stream(lease.stream):
+                host.copy_(device, non_blocking=True)
+            event = torch_rbln().Event()
+            event.record(lease.stream)
+            lease.probed = event
+        if lease.probed.query():
+            return True
+    except RuntimeError:
+        # The old failure, or the device is lost: the next one asks again.
+        lease.probed = None
+    return False
 
-    def _warn_of_fewer(self, exc: Exception) -> None:
-        with self._lock:
-            first, self._warned = not self._warned, True
-        if first:
-            logger.warning(
-                "RBLN transfers share fewer than %d staging buffers and may be slower; "
-                "another one can't be made: %s",
-                len(self._slots),
-                exc,
-            )
+
+def make_probe(device: torch.device) -> Probe:
+    """Make a few bytes of pinned and of bound device memory."""
+    host = torch.zeros(_PROBE_BYTES, dtype=torch.uint8, pin_memory=True)
+    remote = torch.empty(_PROBE_BYTES, dtype=torch.uint8, device=device)
+    torch_rbln().bind_device_memory(remote)
+    return host, remote
+
+
+def make_buffer() -> torch.Tensor:
+    """Make one buffer; pinned if copies are asynchronous."""
+    return torch.empty(
+        BUFFER_BYTES, dtype=torch.uint8, pin_memory=supports_async_copies()
+    )
+
+
+def make_collector(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """Make device memory to collect pieces in, ``BUFFER_BYTES``, bound there.
+
+    Raises:
+        RuntimeError: If the device has no memory for it.
+    """
+    elements = BUFFER_BYTES // dtype.itemsize
+    buffer = torch.empty(elements, dtype=dtype, device=device)
+    torch_rbln().bind_device_memory(buffer)
+    return buffer
+
+
+def torch_rbln() -> Any:
+    """Return ``torch.rbln``, which torch-rbln adds at run time."""
+    return torch.rbln  # type: ignore[attr-defined]
+
+
+@functools.cache
+def supports_async_copies() -> bool:
+    """Return whether torch-rbln has streams, events and pinned memory.
+
+    Older releases lack them; transfers then copy synchronously, which is logged once.
+    """
+    missing = [
+        name
+        for name in ("Stream", "Event", "current_stream")
+        if not hasattr(torch_rbln(), name)
+    ]
+    try:
+        torch.empty(1, dtype=torch.uint8, pin_memory=True)
+    except (RuntimeError, TypeError) as exc:
+        missing.append(f"pinned memory ({exc})")
+    if missing:
+        logger.warning(
+            "RBLN KV copies run synchronously and slower, without %s. torch-rbln has "
+            "these since 0.12",
+            ", ".join(missing),
+        )
+    return not missing
+
+
+_warned: set[str] = set()
+
+
+def warn_once(message: str, reason: object) -> None:
+    """Log a warning, once a process whatever the reasons are.
+
+    Args:
+        message: With one ``%s``.
+        reason: What goes there.
+    """
+    if message not in _warned:
+        _warned.add(message)
+        logger.warning(message, reason)
 
 
 def max_transfers() -> int:
@@ -313,23 +373,20 @@ def max_transfers() -> int:
     push one another's staging out of the cache.
     """
     # Of the main thread: others may be bound to fewer.
-    return len(os.sched_getaffinity(os.getpid()))
+    return min(MAX_LEASES, len(os.sched_getaffinity(os.getpid())))
 
 
-def staging_buffers_setting() -> int:
-    """Return how many staging buffers this process may hold.
+_arena_lock = threading.Lock()
+_process_arena: StagingArena | None = None
 
-    Returns:
-        The setting ``LMCACHE_RBLN_STAGING_MIB`` (default 64) in buffers.
 
-    Raises:
-        ValueError: If the setting is not a whole number of MiB that fits a buffer.
-    """
-    raw = os.environ.get(STAGING_ENV_VAR, "").strip() or str(DEFAULT_STAGING_MIB)
-    minimum = max(1, BUFFER_BYTES >> 20)
-    if not raw.isascii() or not raw.isdigit() or int(raw) < minimum:
-        raise ValueError(
-            f"{STAGING_ENV_VAR}={raw!r} is not a whole number of MiB of at least "
-            f"{minimum}; set for example {STAGING_ENV_VAR}={DEFAULT_STAGING_MIB}"
-        )
-    return (int(raw) << 20) // BUFFER_BYTES
+def arena() -> StagingArena:
+    """Return the staging arena of this process."""
+    global _process_arena
+    with _arena_lock:
+        if _process_arena is None:
+            buffers = (settings.staging_mib() << 20) // BUFFER_BYTES
+            _process_arena = StagingArena(buffers, max_transfers())
+            # Memory goes back before torch-rbln shuts its runtime down.
+            atexit.register(_process_arena.close)
+        return _process_arena

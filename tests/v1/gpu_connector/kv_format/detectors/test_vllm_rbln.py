@@ -29,11 +29,11 @@ from lmcache.v1.gpu_connector.utils import (
     get_num_blocks,
     get_num_heads,
 )
-from lmcache.v1.platform.devices.rbln.host_transpose import (
+from lmcache.v1.platform.devices.rbln.settings import (
+    STAGING_ENV_VAR,
     THREADS_ENV_VAR,
     transpose_threads,
 )
-from lmcache.v1.platform.devices.rbln.staging import STAGING_ENV_VAR
 
 _AMBIGUOUS = (2, 2, 3, 1, 4, 8)
 

@@ -4,10 +4,17 @@
 # Future
 from __future__ import annotations
 
+# Standard
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+import threading
+
 # Third Party
 import pytest
+import torch
 
 # First Party
+from lmcache.v1.platform.devices.rbln import copy_costs
 from lmcache.v1.platform.devices.rbln.copy_costs import HARDWARE_COSTS, CopyCosts
 from lmcache.v1.platform.devices.rbln.staging import BUFFER_BYTES
 
@@ -60,3 +67,85 @@ def test_small_pieces_are_collected_and_large_ones_are_not() -> None:
     assert not collects(3 << 20, HARDWARE_COSTS)
     # Nothing is gained where copies inside the device cost as much.
     assert not collects(1 << 10, CopyCosts(17.0, 17.0))
+
+
+@pytest.fixture
+def measure(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Start a measurement of copies whose times a test gives, host and device."""
+    monkeypatch.setattr(copy_costs, "_measured", {})
+    memory = torch.zeros(4096, dtype=torch.uint8)
+
+    def start(fixed_us: Any) -> CopyCosts | None:
+        monkeypatch.setattr(copy_costs, "_fixed_us", fixed_us)
+        return copy_costs.measured_costs(memory, memory.clone(), memory.clone(), None)
+
+    return start
+
+
+class Times:
+    """Times of copies: to the host and inside the device by turns."""
+
+    def __init__(self, *rounds: tuple[float, float]) -> None:
+        self.calls = 0
+        self._times = [time for both in rounds for time in both]
+
+    def __call__(self, *_: object) -> float:
+        self.calls += 1
+        return self._times[(self.calls - 1) % len(self._times)]
+
+
+@pytest.mark.parametrize(
+    ("rounds", "link_us"),
+    [
+        # The least times, however many rounds were slower.
+        ([(300.0, 283.0), (20.0, 3.0), (29.0, 12.0)], 17.0),
+        # Too near to one another to tell anything.
+        ([(5.0, 3.0)], 0.0),
+        # Others were in the way all the time.
+        ([(293.0, 1.0)], 17.0),
+    ],
+)
+def test_costs_are_measured_once(
+    measure: Any, rounds: list[tuple[float, float]], link_us: float
+) -> None:
+    times = Times(*rounds)
+    for _ in range(2):
+        costs = measure(times)
+        assert costs.host_descriptor_us == link_us
+    assert times.calls == 2 * copy_costs._ROUNDS
+    # The figures of the links are not measured.
+    assert (costs.host_gbps, costs.device_gbps) == (58.0, 240.0)
+    assert copy_costs.known_costs(torch.device("cpu")) == costs
+
+
+def test_hopeless_copies_are_not_measured_for_long(measure: Any) -> None:
+    times = Times((9000.0, 10.0))
+    measure(times)
+    assert times.calls == 2
+
+
+def test_nobody_waits_for_who_measures(measure: Any) -> None:
+    began, go_on = threading.Event(), threading.Event()
+
+    def slow(*_: object) -> float:
+        began.set()
+        assert go_on.wait(60)
+        return 1.0
+
+    with ThreadPoolExecutor(1) as executor:
+        first = executor.submit(measure, slow)
+        assert began.wait(60)
+        try:
+            assert measure(slow) is None
+        finally:
+            go_on.set()
+        assert first.result(60) is not None
+
+
+def test_after_a_failure_the_next_one_measures(measure: Any) -> None:
+    def fail(*_: object) -> float:
+        raise RuntimeError("planted")
+
+    with pytest.raises(RuntimeError, match="planted"):
+        measure(fail)
+    assert measure(Times((20.0, 3.0))) is not None

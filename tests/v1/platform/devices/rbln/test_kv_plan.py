@@ -12,16 +12,36 @@ import pytest
 import torch
 
 # First Party
-from lmcache.v1.platform.devices.rbln.kv_layout import (
-    chunk_view,
-    resolve_geometry,
-)
-from lmcache.v1.platform.devices.rbln.kv_plan import (
-    Piece,
-    chunk_slice,
-    device_slice,
-    plan_pieces,
-)
+from lmcache.v1.platform.devices.rbln.kv_layout import KVGeometry, resolve_geometry
+from lmcache.v1.platform.devices.rbln.kv_plan import Piece, plan_pieces
+
+
+def chunk_view(chunk: torch.Tensor, geometry: KVGeometry) -> torch.Tensor:
+    """View a chunk as ``[P, L, T, NH, HS]``."""
+    if geometry.num_planes == 1:
+        chunk = chunk[None]
+    return chunk.unflatten(-1, (geometry.num_heads, geometry.head_size))
+
+
+def device_slice(view: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """Return a piece's region of a view, ``[blocks, planes, heads, slots, HS]``."""
+    return view[
+        piece.block : piece.block + piece.blocks,
+        piece.plane : piece.plane + piece.planes,
+        piece.head : piece.head + piece.heads,
+        piece.slot : piece.slot + piece.slots,
+    ]
+
+
+def chunk_slice(view: torch.Tensor, piece: Piece, layer: int) -> torch.Tensor:
+    """Return a piece's window of a chunk view, axes as :func:`device_slice` has."""
+    window = view[
+        piece.plane : piece.plane + piece.planes,
+        layer,
+        piece.token : piece.token + piece.blocks * piece.slots,
+        piece.head : piece.head + piece.heads,
+    ]
+    return window.unflatten(1, (piece.blocks, piece.slots)).permute(1, 0, 3, 2, 4)
 
 
 def plan(
@@ -39,7 +59,9 @@ def plan(
         for _ in range(case.num_layers)
     ]
     geometry = resolve_geometry(layers, case.engine_kv_format)
-    views = [geometry.block_view(layer) for layer in layers]
+    views = [
+        layer.as_strided(geometry.view_shape, geometry.strides) for layer in layers
+    ]
     chunks = [
         block_ids[start : start + chunk_blocks]
         for start in range(0, len(block_ids), chunk_blocks)

@@ -32,7 +32,7 @@ import pytest
 import torch
 
 # First Party
-from lmcache.v1.platform.devices.rbln import ring, staging
+from lmcache.v1.platform.devices.rbln import staging
 
 
 @st.composite
@@ -213,13 +213,12 @@ def test_chunks_that_are_windows_of_a_larger_buffer(
 
 
 @pytest.mark.deferred
-@pytest.mark.usefixtures("pipeline")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_inference_mode_tensors_from_a_plain_thread(
     monkeypatch: pytest.MonkeyPatch, device: str, layout: Layout
 ) -> None:
     # Staging that the first transfer makes inside of inference mode, too.
-    monkeypatch.setattr(ring, "_process_pool", None)
+    monkeypatch.setattr(staging, "_process_arena", None)
     check_inference_mode(Case(layout), device)
 
 

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transfers that fail midway, and torch-rbln releases without streams."""
+"""Transfers that fail midway: what they leave behind, and who is told."""
 
 # Future
 from __future__ import annotations
 
 # Standard
-from collections.abc import Callable, Iterator
-from types import FrameType
+from collections.abc import Iterator
 from typing import Any
 from unittest.mock import MagicMock
-import itertools
-import linecache
-import sys
+import random
+import signal
+import threading
 
 # Third Party
 from kv_reference import (
@@ -30,33 +29,22 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # First Party
-from lmcache.v1.platform.devices.rbln import (
-    device_staging,
-    kv_transfer,
-    ring,
-    staging,
-)
-from lmcache.v1.platform.devices.rbln.staging import StagingPool
+from lmcache import kv_transpose
+from lmcache.v1.platform.devices.rbln import kv_transfer, staging
+from lmcache.v1.platform.devices.rbln.staging import Lease, StagingArena
 
-pytestmark = [
-    pytest.mark.npu,
-    pytest.mark.deferred,
-    pytest.mark.usefixtures("pipeline"),
-]
+pytestmark = [pytest.mark.npu, pytest.mark.deferred]
 
 CASE = Case("blocks_first", 8, 4, 4, 128, 64, torch.float16)
+DEVICE = torch.device("rbln:0")
 BUFFERS = 2
 
 
-class Failure(RuntimeError):
-    """The failure that a test plants."""
-
-
 @pytest.fixture
-def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[StagingPool]:
-    """A small pool, so that transfers reuse buffers and losses show."""
-    small = StagingPool(BUFFERS, ring._make_buffer)
-    monkeypatch.setattr(ring, "_process_pool", small)
+def arena(monkeypatch: pytest.MonkeyPatch) -> Iterator[StagingArena]:
+    """A small arena, so that transfers reuse buffers and losses show."""
+    small = StagingArena(BUFFERS, 2)
+    monkeypatch.setattr(staging, "_process_arena", small)
     # One layer's block a buffer: a batch per layer.
     monkeypatch.setattr(staging, "BUFFER_BYTES", 2 * 4 * 128 * 64 * 2)
     yield small
@@ -64,10 +52,7 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[StagingPool]:
 
 
 class FailAt(TorchDispatchMode):
-    """Makes the device copy of the ``count``-th piece fail, after real ones.
-
-    Whoever issues the copies, Python or the extension, does it through torch.
-    """
+    """Makes the device copy of the ``count``-th piece fail, after real ones."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -79,23 +64,34 @@ class FailAt(TorchDispatchMode):
         if func is torch.ops.aten._foreach_copy_.default:
             self._left -= len(args[0])
             if self._left <= 0:
-                raise Failure("planted")
+                raise RuntimeError("planted")
         return func(*args, **(kwargs or {}))
+
+
+def whole_capacity(arena: StagingArena) -> None:
+    """Show that all buffers can be leased."""
+    assert arena.in_use() == (0, 0)
+    lease = Lease(BUFFERS)
+    try:
+        arena.acquire(lease, DEVICE)
+        assert len({buffer.data_ptr() for buffer in lease.buffers}) == BUFFERS
+    finally:
+        arena.release(lease)
 
 
 @pytest.mark.parametrize("to_chunks", [True, False])
 @pytest.mark.parametrize("count", [1, 2, 5, 8])
 def test_a_failed_transfer_is_drained_and_gives_its_buffers_back(
-    pool: StagingPool, to_chunks: bool, count: int
+    arena: StagingArena, to_chunks: bool, count: int
 ) -> None:
     layers = [random_bits(CASE.layer_shape, CASE.dtype, i) for i in range(8)]
     device_layers = [upload(layer, "rbln:0") for layer in layers]
     chunk = random_bits(CASE.chunk_shape(128), CASE.dtype, 9)
     with pytest.raises(RuntimeError, match="planted"), FailAt(count):
         transfer(CASE, to_chunks, device_layers, [chunk], [2], 128)
-    assert torch.rbln.current_stream("rbln:0").query()
-    with pool.borrow(BUFFERS) as loan:
-        assert len({buffer.data_ptr() for buffer in loan.buffers}) == BUFFERS
+    for lane in arena._lanes:
+        assert all(stream.query() for stream in lane.streams.values())
+    whole_capacity(arena)
     # The next transfer through the same buffers is right.
     device_layers = [upload(layer, "rbln:0") for layer in layers]
     wanted = [torch.zeros_like(chunk)]
@@ -105,143 +101,106 @@ def test_a_failed_transfer_is_drained_and_gives_its_buffers_back(
     assert_same_bytes(got, wanted)
 
 
-@pytest.mark.parametrize("error", [RuntimeError("device lost"), KeyboardInterrupt()])
-def test_buffers_that_were_not_drained_are_never_used_again(
-    pool: StagingPool, monkeypatch: pytest.MonkeyPatch, error: BaseException
+def not_drained(**_: object) -> None:
+    raise kv_transpose.NotDrained("the reason")
+
+
+def with_transfer(monkeypatch: pytest.MonkeyPatch, function: Any) -> None:
+    native = MagicMock(wraps=kv_transpose, NotDrained=kv_transpose.NotDrained)
+    native.transfer = function
+    monkeypatch.setattr(kv_transfer, "kv_transpose", lambda: native)
+
+
+def test_staging_that_was_not_drained_is_taken_back_later(
+    arena: StagingArena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layers = [upload(torch.zeros(CASE.layer_shape).half(), "rbln:0") for _ in range(8)]
     chunk = torch.zeros(CASE.chunk_shape(128)).half()
-    stream = MagicMock(wraps=torch.rbln.current_stream("rbln:0"))
-    stream.synchronize.side_effect = error
     with monkeypatch.context() as patch:
-        patch.setattr(torch.rbln, "current_stream", lambda device: stream)
-        patch.setattr(torch.rbln, "Event", MagicMock(name="Event"))
-        # A failure of the clean-up does not hide the first one; an interrupt ends both.
-        wanted = RuntimeError if isinstance(error, Exception) else KeyboardInterrupt
-        says = "planted" if isinstance(error, Exception) else None
-        with pytest.raises(wanted, match=says), FailAt(3):
+        with_transfer(patch, not_drained)
+        with pytest.raises(RuntimeError, match="the reason"):
             transfer(CASE, True, layers, [chunk], [0], 128)
-    torch.rbln.synchronize()
-    with pytest.raises(RuntimeError, match="restart the process"):
-        transfer(CASE, True, layers, [chunk], [0], 128)
-
-
-class InterruptAt:
-    """Raises KeyboardInterrupt at the n-th line of the staging code that runs."""
-
-    FILES = ("rbln/ring.py", "rbln/staging.py", "rbln/kv_transfer.py", "contextlib.py")
-
-    def __init__(self, line: int) -> None:
-        self._left = line
-
-    def __call__(self, frame: FrameType, event: str, _: object) -> InterruptAt | None:
-        if not frame.f_code.co_filename.endswith(self.FILES):
-            return None
-        # Before it releases a lock CPython traces the line, but takes no signal.
-        code = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-        if event == "line" and "lock:" not in code:
-            self._left -= 1
-            if self._left == 0:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return self
-
-    def strikes(self, work: Callable[[], None]) -> bool:
-        """Run ``work``; return whether it was interrupted."""
-        before = sys.gettrace()
-        sys.settrace(self)
-        try:
-            work()
-        except KeyboardInterrupt:
-            return True
-        finally:
-            sys.settrace(before)
-        return False
-
-
-@pytest.mark.parametrize("collects", [False, True])
-@pytest.mark.parametrize("to_chunks", [True, False])
-def test_an_interrupt_anywhere_loses_no_capacity(
-    monkeypatch: pytest.MonkeyPatch, to_chunks: bool, collects: bool
-) -> None:
-    case = Case("blocks_first", 2, 6, 2, 4, 8, torch.float16)
-    layers = [
-        upload(random_bits(case.layer_shape, case.dtype, i), "rbln:0") for i in range(2)
-    ]
-    chunk = random_bits(case.chunk_shape(16), case.dtype, 9)
-    monkeypatch.setattr(staging, "BUFFER_BYTES", 1024)
-    monkeypatch.setattr(device_staging, "_pools", {})
-    monkeypatch.setattr(ring, "_process_pool", StagingPool(3, ring._make_buffer, 2))
-    monkeypatch.setattr(kv_transfer, "MIN_PIECES_TO_COLLECT", 2)
-    monkeypatch.setattr(kv_transfer, "_collecting_pays", lambda *_: collects)
-    stream = torch.rbln.current_stream("rbln:0")
-
-    def work() -> None:
-        transfer(case, to_chunks, layers, [chunk], [4, 1, 3, 0], 16)
-
-    work()
-    struck = lost = 0
-    for line in itertools.count(1):
-        small = StagingPool(3, ring._make_buffer, 2)
-        monkeypatch.setattr(ring, "_process_pool", small)
-        if not InterruptAt(line).strikes(work):
-            break
-        struck += 1
-        # Nothing is borrowed for ever, and what copies may still write is not lent.
-        assert small.lent() == 0
-        if not stream.query():
-            assert small.lost() > 0
-            stream.synchronize()
-        for device_pool in device_staging._pools.values():
-            assert device_pool.lent() == 0
-        if any(pool.lost() for pool in device_staging._pools.values()):
-            monkeypatch.setattr(device_staging, "_pools", {})
-        lost += small.lost() > 0
-    assert struck > 50
-    # Almost everywhere the stream is drained, and nothing is lost.
-    assert lost < struck / 4
-    work()
-
-
-@pytest.mark.parametrize("step", ["divide", "begin_copies"])
-def test_a_transfer_that_can_t_start_gives_its_buffers_back(
-    pool: StagingPool, monkeypatch: pytest.MonkeyPatch, step: str
-) -> None:
-    layers = [upload(torch.zeros(CASE.layer_shape).half(), "rbln:0") for _ in range(8)]
-    chunk = torch.zeros(CASE.chunk_shape(128)).half()
-
-    def fail(*_: object) -> None:
-        raise Failure
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ring.Ring, step, fail)
-        for _ in range(2 * BUFFERS):
-            with pytest.raises(Failure):
-                transfer(CASE, True, layers, [chunk], [0], 128)
-    assert pool.lost() == pool.lent() == 0
+    # The device is well, so a probe tells so, once it is through.
+    while arena.in_use() != (0, 0):
+        torch.rbln.synchronize(DEVICE)
+    whole_capacity(arena)
     transfer(CASE, True, layers, [chunk], [0], 128)
 
 
-@pytest.mark.parametrize("pipeline", ["python"], indirect=True)
-def test_without_a_stream_the_python_pipeline_gives_its_buffers_back(
-    pool: StagingPool, monkeypatch: pytest.MonkeyPatch
+def test_chunks_that_the_device_may_still_use_are_named(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    layers = [upload(torch.zeros(CASE.layer_shape).half(), "rbln:0") for _ in range(8)]
-    chunk = torch.zeros(CASE.chunk_shape(128)).half()
+    case = Case("mla", 1, 8, dtype=torch.float16)
+    layer = upload(torch.zeros(case.layer_shape).half(), "rbln:0")
+    chunk = torch.zeros(case.chunk_shape(8), dtype=case.dtype, pin_memory=True)
+    monkeypatch.setattr(staging, "_process_arena", StagingArena(1, 1))
+    with_transfer(monkeypatch, not_drained)
+    with pytest.raises(RuntimeError, match="Do not reuse that memory"):
+        transfer(case, True, [layer], [chunk], [4, 1], 8)
 
-    def current_stream(device: object) -> None:
-        raise Failure
 
-    exception = MagicMock()
-    monkeypatch.setattr(ring.logger, "exception", exception)
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.rbln, "current_stream", current_stream)
-        with pytest.raises(Failure):
-            transfer(CASE, True, layers, [chunk], [0], 128)
-    assert pool.loans == 1
-    assert pool.lost() == pool.lent() == 0
-    # Nothing was begun, so nothing had to be drained.
-    exception.assert_not_called()
+@pytest.mark.parametrize("to_chunks", [True, False])
+def test_capacity_comes_back_after_interrupts(
+    arena: StagingArena, to_chunks: bool
+) -> None:
+    """By a signal at any time, as Ctrl-C: bytes are right, and nothing is lost."""
+    layers = [random_bits(CASE.layer_shape, CASE.dtype, i) for i in range(8)]
+    device_layers = [upload(layer, "rbln:0") for layer in layers]
+    stored = [torch.zeros(CASE.chunk_shape(128), dtype=CASE.dtype)]
+    move(CASE, True, layers, stored, [2], 128)
+    chance = random.Random(5)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    struck = 0
+    try:
+        for _ in range(300):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-5, 3e-3))
+                transfer(CASE, to_chunks, device_layers, stored, [2], 128)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                struck += 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    while arena.in_use() != (0, 0):
+        torch.rbln.synchronize(DEVICE)
+    whole_capacity(arena)
+    got = [torch.zeros_like(stored[0])]
+    transfer(CASE, True, device_layers, got, [2], 128)
+    assert_same_bytes(got, stored)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_caller_s_stream_may_be_any_of_the_device_s(layout: Layout) -> None:
+    """A transfer never shares its stream with the caller, whose work is before it."""
+    case = Case(layout, 2, 6)
+    for _ in range(staging._STREAM_POOL + 1):
+        with torch.rbln.stream(torch.rbln.Stream("rbln:0")):
+            check_both_directions(case, "rbln:0", [4, 0, 5, 1], 2)
+
+
+def test_a_transfer_is_behind_what_the_caller_s_stream_has_to_do() -> None:
+    case = Case("kv_first", 2, 6)
+    layers = [
+        upload(torch.zeros(case.layer_shape, dtype=case.dtype), "rbln:0")
+        for _ in range(2)
+    ]
+    stream = torch.rbln.Stream("rbln:0")
+    for seed in range(20):
+        new = [random_bits(case.layer_shape, case.dtype, seed + i) for i in range(2)]
+        pinned = [layer.pin_memory() for layer in new]
+        got = [torch.zeros(case.chunk_shape(8), dtype=case.dtype)]
+        wanted = [torch.zeros_like(got[0])]
+        with torch.rbln.stream(stream):
+            for layer, values in zip(layers, pinned, strict=True):
+                layer.copy_(values, non_blocking=True)
+            transfer(case, True, layers, got, [3, 1], 8)
+        move(case, True, new, wanted, [3, 1], 8)
+        assert_same_bytes(got, wanted)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -249,19 +208,53 @@ def test_without_streams_copies_are_synchronous_and_it_is_said_once(
     monkeypatch: pytest.MonkeyPatch, layout: Layout
 ) -> None:
     warning = MagicMock()
-    monkeypatch.setattr(ring.logger, "warning", warning)
-    monkeypatch.setattr(ring, "_process_pool", None)
+    monkeypatch.setattr(staging.logger, "warning", warning)
+    monkeypatch.setattr(staging, "_process_arena", None)
     for name in ("Stream", "Event", "current_stream"):
         monkeypatch.delattr(torch.rbln, name)
-    ring.supports_async_copies.cache_clear()
+    staging.supports_async_copies.cache_clear()
     try:
         for seed in range(3):
             case = Case(layout, 3, 6)
             check_both_directions(case, "rbln:0", [4, 0, 5, 1], 2, seed=seed)
     finally:
-        ring.supports_async_copies.cache_clear()
+        staging.supports_async_copies.cache_clear()
     warning.assert_called_once()
     said = warning.call_args.args[0] % warning.call_args.args[1:]
     assert "Stream, Event, current_stream" in said
     assert "synchronously" in said
     assert "torch-rbln" in said
+
+
+def test_eight_threads_stay_within_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[torch.Tensor] = []
+    real = staging.make_buffer
+
+    def make_buffer() -> torch.Tensor:
+        made.append(real())
+        return made[-1]
+
+    monkeypatch.setattr(staging, "make_buffer", make_buffer)
+    arena = StagingArena(3, 8)
+    monkeypatch.setattr(staging, "_process_arena", arena)
+    case = Case("kv_first", 4, 9, 4, 256, 64, torch.float16)
+    layers = [
+        upload(random_bits(case.layer_shape, case.dtype, i), "rbln:0") for i in range(4)
+    ]
+    start = threading.Barrier(8)
+
+    def work(thread: int) -> None:
+        chunk = torch.empty(case.chunk_shape(256), dtype=case.dtype)
+        start.wait()
+        with torch.rbln.stream(torch.rbln.Stream("rbln:0")):
+            for _ in range(3):
+                transfer(case, True, layers, [chunk], [thread], 256)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert arena.in_use() == (0, 0)
+    assert 1 <= len(made) <= 3
+    arena.close()

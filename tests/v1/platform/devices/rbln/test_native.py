@@ -6,15 +6,12 @@ from __future__ import annotations
 
 # Standard
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Any
-from unittest.mock import MagicMock
 import sys
-import threading
-import time
 
 # Third Party
+from kv_reference import Case, check_both_directions
 import pytest
 import torch
 
@@ -22,11 +19,7 @@ import torch
 from lmcache import kv_transpose
 from lmcache.v1.platform.devices.rbln import native
 from lmcache.v1.platform.devices.rbln.kv_plan import Piece
-from lmcache.v1.platform.devices.rbln.native import (
-    INTERFACE,
-    PIECE_COLUMNS,
-    TILE_COLUMNS,
-)
+from lmcache.v1.platform.devices.rbln.native import INTERFACE, PIECE_COLUMNS
 
 
 @pytest.fixture(autouse=True)
@@ -38,55 +31,46 @@ def not_looked_for_yet() -> Iterator[None]:
 
 def test_both_sides_agree_on_the_columns() -> None:
     assert kv_transpose.INTERFACE == INTERFACE
-    assert kv_transpose.TILE_COLUMNS == TILE_COLUMNS
     assert kv_transpose.PIECE_COLUMNS == PIECE_COLUMNS
     assert Piece._fields == PIECE_COLUMNS
     assert native.kv_transpose() is kv_transpose
 
 
 class Extension(ModuleType):
-    """An extension whose columns a test gives, slowly."""
+    """An extension whose columns a test gives."""
 
     INTERFACE: Any = INTERFACE
     columns: Any = ()
-    PIECE_COLUMNS: Any = PIECE_COLUMNS
 
     @property
-    def TILE_COLUMNS(self) -> Any:  # noqa: N802
-        time.sleep(0.01)
+    def PIECE_COLUMNS(self) -> Any:  # noqa: N802
         if isinstance(self.columns, Exception):
             raise self.columns
         return self.columns
 
 
 @pytest.mark.parametrize(
-    ("columns", "piece_columns", "says"),
+    ("interface", "columns", "says"),
     [
-        (TILE_COLUMNS[::-1], PIECE_COLUMNS, "tiles of heads, head"),
-        (TILE_COLUMNS, PIECE_COLUMNS[:-1], "another LMCache"),
-        (OSError("another build"), PIECE_COLUMNS, "another build"),
+        (INTERFACE, PIECE_COLUMNS[:-1], "of another LMCache"),
+        (INTERFACE - 1, PIECE_COLUMNS, f"interface {INTERFACE - 1} in place of"),
+        (INTERFACE, OSError("an undefined symbol"), "an undefined symbol"),
+        (None, None, "can't be imported"),
     ],
 )
-def test_an_extension_of_another_build_is_not_used_which_is_said_once(
-    monkeypatch: pytest.MonkeyPatch, columns: object, piece_columns: object, says: str
+def test_without_the_extension_of_this_build_the_first_transfer_says_why(
+    monkeypatch: pytest.MonkeyPatch, interface: object, columns: object, says: str
 ) -> None:
-    warning = MagicMock()
-    monkeypatch.setattr(native.logger, "warning", warning)
-    extension = Extension("lmcache.kv_transpose")
-    extension.columns = columns
-    extension.PIECE_COLUMNS = piece_columns
+    extension = None
+    if interface is not None:
+        extension = Extension("lmcache.kv_transpose")
+        extension.INTERFACE = interface
+        extension.columns = columns
+    # None is what importing a module that is not there looks like.
     monkeypatch.setitem(sys.modules, "lmcache.kv_transpose", extension)
-    start = threading.Barrier(8)
-
-    def work() -> None:
-        start.wait()
-        assert native.kv_transpose() is None
-
-    with ThreadPoolExecutor(8) as executor:
-        for result in [executor.submit(work) for _ in range(8)]:
-            result.result()
-    warning.assert_called_once()
-    assert says in warning.call_args.args[0] % warning.call_args.args[1:]
+    with pytest.raises(ImportError, match=says) as missing:
+        check_both_directions(Case("mla"), "cpu", [1, 0], 2)
+    assert "pip install" in str(missing.value)
 
 
 @pytest.mark.parametrize(

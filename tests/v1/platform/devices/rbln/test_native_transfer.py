@@ -5,7 +5,10 @@
 from __future__ import annotations
 
 # Standard
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+import gc
 
 # Third Party
 from hypothesis import given, settings
@@ -21,6 +24,7 @@ from kv_reference import (
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # First Party
 from lmcache import kv_transpose
@@ -55,13 +59,29 @@ def arguments_of(
         "batch_bytes": part_bytes,
         "chunks": chunks,
         "pieces": np.array(pieces, dtype=np.int64).reshape(-1, len(Piece._fields)),
-        "non_blocking": False,
     }
+
+
+def windowed(chunk: torch.Tensor, gap: int, start: int) -> torch.Tensor:
+    """Return a chunk as a window of a larger buffer, of any alignment.
+
+    Args:
+        chunk: The chunk.
+        gap: Elements between tokens, layers and planes.
+        start: Elements before the first one.
+    """
+    strides = [1]
+    for size in reversed(chunk.shape[1:]):
+        strides.insert(0, strides[0] * size + gap)
+    memory = torch.zeros(start + chunk.shape[0] * strides[0], dtype=chunk.dtype)
+    window = memory.as_strided(chunk.shape, strides, start)
+    window.copy_(chunk)
+    return window
 
 
 @given(
     layout=st.sampled_from(LAYOUTS),
-    sizes=st.tuples(*[st.integers(1, 5)] * 4),
+    sizes=st.tuples(*[st.integers(1, 5)] * 3, st.sampled_from([1, 2, 3, 5, 8, 16])),
     dtype=st.sampled_from(DTYPES),
     chunk_blocks=st.integers(1, 3),
     skip=st.integers(0, 4),
@@ -72,6 +92,8 @@ def arguments_of(
     threads=st.integers(1, 3),
     to_host=st.booleans(),
     collects=st.booleans(),
+    gap=st.sampled_from([0, 1, 8, 16]),
+    start=st.sampled_from([0, 1, 8]),
     data=st.data(),
 )
 @settings(max_examples=300, deadline=None)
@@ -88,6 +110,8 @@ def test_moves_what_plain_indexing_does(
     threads: int,
     to_host: bool,
     collects: bool,
+    gap: int,
+    start: int,
     data: st.DataObject,
 ) -> None:
     blocks, heads, slots, size = sizes
@@ -111,7 +135,8 @@ def test_moves_what_plain_indexing_does(
 
     layers = layers_in(memory)
     chunks = [
-        random_bits(case.chunk_shape(t), dtype, 2 + i) for i, t in enumerate(tokens)
+        windowed(random_bits(case.chunk_shape(t), dtype, 2 + i), gap, start)
+        for i, t in enumerate(tokens)
     ]
     wanted = [chunk.clone() for chunk in chunks]
     move(case, to_host, layers_in(wanted_memory), wanted, ids, chunk_tokens, skip)
@@ -199,7 +224,7 @@ def without_memory(like: torch.Tensor) -> torch.Tensor:
             lambda old: {"layers": [old["layers"][0], old["layers"][1].bfloat16()]},
             "layers of one element type",
         ),
-        (lambda _: {"staging": []}, "one part of staging"),
+        (lambda _: {"staging": []}, "parts of staging"),
         (lambda _: {"parts": 0}, "at least one part of whole elements"),
         (lambda _: {"part_bytes": 0}, "at least one part of whole elements"),
         (lambda _: {"part_bytes": 255}, "at least one part of whole elements"),
@@ -219,7 +244,10 @@ def without_memory(like: torch.Tensor) -> torch.Tensor:
         (lambda _: {"chunks": []}, "one chunk"),
         (lambda old: {"chunks": [old["chunks"][0][0, 0, 0, 0]]}, "or without planes"),
         (lambda old: {"chunks": [old["chunks"][0][..., :0]]}, "tile 0 "),
-        (lambda old: {"chunks": [without_memory(old["chunks"][0])]}, "the memory that"),
+        (
+            lambda old: {"chunks": [without_memory(old["chunks"][0])]},
+            "1024 bytes, got 0",
+        ),
         (lambda old: {"staging": [without_memory(old["staging"][0])]}, "the memory"),
         (lambda old: {"chunks": [c[0] for c in old["chunks"]]}, "tile 0 .* chunks"),
         (lambda old: {"chunks": [c[0, 0] for c in old["chunks"]]}, "chunks"),
@@ -233,7 +261,10 @@ def without_memory(like: torch.Tensor) -> torch.Tensor:
             lambda old: {"chunks": [old["chunks"][0], old["chunks"][0][..., :4]]},
             "of the same axes and heads",
         ),
-        (lambda _: {"threads": 0}, "threads of at least 1"),
+        (lambda _: {"threads": 0}, "threads of 1 to 64, got 0"),
+        (lambda _: {"threads": 65}, "threads of 1 to 64, got 65"),
+        (lambda _: {"threads": 2**31 - 1}, "threads of 1 to 64"),
+        (lambda _: {"in_place": True}, "one plane, one head"),
     ],
 )
 @pytest.mark.parametrize("to_host", [True, False])
@@ -255,3 +286,105 @@ def test_nothing_to_move_is_no_error(good: dict[str, Any]) -> None:
     good["pieces"] = good["pieces"][:0]
     kv_transpose.transfer(True, **good)
     kv_transpose.transfer(False, **good)
+
+
+class Meanwhile(TorchDispatchMode):
+    """Does something else, once, when the transfer issues its first copy."""
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        super().__init__()
+        self.actions = [action]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten._foreach_copy_.default and self.actions:
+            self.actions.pop()()
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("to_host", [True, False])
+def test_what_others_do_to_the_arguments_meanwhile_has_no_effect(
+    good: dict[str, Any], to_host: bool
+) -> None:
+    sources = good["layers"] if to_host else good["chunks"]
+    targets = list(good["chunks"] if to_host else good["layers"])
+    for index, source in enumerate(sources):
+        source.copy_(random_bits(tuple(source.shape), source.dtype, index))
+    # A batch for each piece, so that copies follow.
+    good |= {"batch_bytes": 1, "pieces": good["pieces"].copy()}
+    expected = {
+        name: [tensor.clone() for tensor in good[name]] for name in ("layers", "chunks")
+    }
+    kv_transpose.transfer(to_host, **(good | expected))
+
+    def spoil() -> None:
+        good["pieces"].fill(1 << 40)
+        good["pieces"].resize((0, 10), refcheck=False)
+        for name in ("chunks", "layers", "staging"):
+            good[name].clear()
+        gc.collect()
+
+    meanwhile = Meanwhile(spoil)
+    with meanwhile:
+        kv_transpose.transfer(to_host, **good)
+    assert not meanwhile.actions
+    assert good["chunks"] == []
+    assert_same_bytes(targets, expected["chunks" if to_host else "layers"])
+
+
+def test_sequences_that_make_their_items_on_the_fly(good: dict[str, Any]) -> None:
+    class Fresh(Sequence[torch.Tensor]):
+        def __len__(self) -> int:
+            return 2
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            if index > 1:
+                raise IndexError
+            return torch.ones(CASE.layer_shape, dtype=CASE.dtype)
+
+    kv_transpose.transfer(True, **(good | {"layers": Fresh()}))
+    assert bool((good["chunks"][0] == 1).all())
+
+
+def test_threads_share_the_helpers(good: dict[str, Any]) -> None:
+    layers = [random_bits(CASE.layer_shape, CASE.dtype, i) for i in range(2)]
+    wanted = [torch.zeros(CASE.chunk_shape(8), dtype=CASE.dtype)]
+    move(CASE, True, layers, wanted, [2, 0], 8)
+
+    def work() -> None:
+        chunk = torch.zeros(CASE.chunk_shape(8), dtype=CASE.dtype)
+        mine = good | {"layers": layers, "chunks": [chunk], "threads": 3}
+        mine["staging"] = [torch.zeros(4 * PART, dtype=torch.uint8)]
+        for _ in range(200):
+            chunk.zero_()
+            kv_transpose.transfer(True, **mine)
+            assert_same_bytes([chunk], wanted)
+
+    with ThreadPoolExecutor(4) as executor:
+        for result in [executor.submit(work) for _ in range(4)]:
+            result.result()
+
+
+@given(
+    tokens=st.integers(1, 8),
+    size=st.integers(1, 9),
+    gap=st.integers(0, 3),
+    to_host=st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_copies_in_place(tokens: int, size: int, gap: int, to_host: bool) -> None:
+    case = Case("mla", 3, 4, 1, 2, size, torch.float16)
+    layers = [random_bits(case.layer_shape, case.dtype, i) for i in range(3)]
+    ids = [3, 0, 1, 2][: -(-tokens // 2)]
+    memory = random_bits((3, 8 + gap, size), case.dtype, 7)
+    chunk = memory[:, gap : gap + tokens]
+    wanted_layers = [layer.clone() for layer in layers]
+    wanted_memory = memory.clone()
+    wanted = wanted_memory[:, gap : gap + tokens]
+    move(case, to_host, wanted_layers, [wanted], ids, 8)
+    geometry = resolve_geometry(layers, case.engine_kv_format)
+    pieces = list(plan_pieces(geometry, [tokens], [ids], 0, 1 << 20))
+    arguments = arguments_of(case, geometry, layers, [chunk], pieces, [], 2, 1)
+    kv_transpose.transfer(to_host, **arguments, in_place=True)
+    assert_same_bytes([memory, *layers], [wanted_memory, *wanted_layers])

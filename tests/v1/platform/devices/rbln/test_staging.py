@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The staging pool: bounded, shared, and never handing out a lost buffer."""
+"""The staging arena: bounded, fair, and nothing of it is lost for good."""
 
 # Future
 from __future__ import annotations
 
 # Standard
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
 from unittest.mock import MagicMock
-import gc
+import itertools
+import linecache
 import os
+import sys
 import threading
 import time
 
@@ -19,285 +24,171 @@ import torch
 
 # First Party
 from lmcache.v1.platform.devices.rbln import staging
-from lmcache.v1.platform.devices.rbln.staging import (
-    BUFFER_BYTES,
-    STAGING_ENV_VAR,
-    StagingPool,
-    staging_buffers_setting,
-)
+from lmcache.v1.platform.devices.rbln.staging import Lease, StagingArena
+
+DEVICE = torch.device("rbln:0")
+#: Longer than any of these waits may take.
+LIMIT_S = 60
 
 
 class Maker:
-    """Counts the buffers that a pool makes."""
+    """Makes small buffers, and counts them; fails where it is told to."""
 
-    def __init__(self) -> None:
+    def __init__(self, *failures: type[BaseException] | None) -> None:
         self.made = 0
+        self._failures = iter(failures)
         self._lock = threading.Lock()
 
     def __call__(self) -> torch.Tensor:
         with self._lock:
+            failure = next(self._failures, None)
+            if failure is not None:
+                raise failure("out of pinned memory")
             self.made += 1
         return torch.zeros(16, dtype=torch.uint8)
 
 
-def maker_of(*attempts: type[BaseException] | None) -> Callable[[], torch.Tensor]:
-    """Return what makes a buffer, or raises, as it is told for each attempt."""
-    left = iter(attempts)
-
-    def make() -> torch.Tensor:
-        error = next(left)
-        if error is not None:
-            raise error
-        return torch.zeros(1)
-
-    return make
-
-
-def test_buffers_are_made_on_demand_and_reused() -> None:
+@pytest.fixture(autouse=True)
+def maker(monkeypatch: pytest.MonkeyPatch) -> Maker:
+    """No device is needed: without streams a lease is memory alone."""
     maker = Maker()
-    pool = StagingPool(4, maker)
+    monkeypatch.setattr(staging, "make_buffer", maker)
+    monkeypatch.setattr(staging, "supports_async_copies", lambda: False)
+    monkeypatch.setattr(staging, "_warned", set())
+    return maker
+
+
+@contextmanager
+def leased(arena: StagingArena, want: int = 1) -> Iterator[Lease]:
+    lease = Lease(want)
+    try:
+        arena.acquire(lease, DEVICE)
+        yield lease
+    finally:
+        arena.release(lease)
+
+
+def waiting(arena: StagingArena) -> int:
+    return sum(lease.grant is None and not lease.ended for lease in arena._leases)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_buffers_are_made_on_demand_and_reused(maker: Maker) -> None:
+    arena = StagingArena(4, 4)
     assert maker.made == 0
     for _ in range(3):
-        with pool.borrow(2) as loan:
-            assert len(loan.buffers) == 2
+        with leased(arena, 2) as lease:
+            assert len(lease.buffers) == 2
     assert maker.made == 2
+    with leased(arena, 0) as lease:
+        assert lease.buffers == []
 
 
-def test_a_second_ring_takes_what_is_left() -> None:
-    pool = StagingPool(3, Maker())
-    with pool.borrow(2) as first, pool.borrow(6) as second:
+def test_a_second_lease_takes_what_is_left() -> None:
+    arena = StagingArena(3, 3)
+    with leased(arena, 2) as first, leased(arena, 2) as second:
         assert (len(first.buffers), len(second.buffers)) == (2, 1)
+        assert first.lane is not second.lane
         addresses = {buffer.data_ptr() for buffer in first.buffers + second.buffers}
         assert len(addresses) == 3
 
 
-def test_threads_never_share_a_buffer_and_the_pool_never_grows() -> None:
-    maker = Maker()
-    pool = StagingPool(3, maker)
+def test_threads_never_share_a_buffer_or_a_lane(maker: Maker) -> None:
+    arena = StagingArena(3, 2)
+    users: set[int] = set()
 
     def work(mark: int) -> None:
         for _ in range(200):
-            with pool.borrow(2) as loan:
-                for buffer in loan.buffers:
+            with leased(arena, 2) as lease:
+                assert id(lease.lane) not in users
+                users.add(id(lease.lane))
+                for buffer in lease.buffers:
                     buffer.fill_(mark)
-                for buffer in loan.buffers:
+                for buffer in lease.buffers:
                     assert bool((buffer == mark).all())
+                users.remove(id(lease.lane))
 
     with ThreadPoolExecutor(8) as executor:
         for result in [executor.submit(work, i + 1) for i in range(8)]:
             result.result()
     assert maker.made == 3
-
-
-def test_a_waiting_thread_gets_the_buffer_that_is_returned() -> None:
-    pool = StagingPool(1, Maker())
-    got = threading.Event()
-
-    def wait() -> None:
-        with pool.borrow(1):
-            got.set()
-
-    with ThreadPoolExecutor(1) as executor:
-        with pool.borrow(1):
-            result = executor.submit(wait)
-            assert not got.wait(0.05)
-        result.result(timeout=60)
-    assert got.is_set()
+    assert arena.in_use() == (0, 0)
 
 
 def test_those_who_wait_are_served_in_order() -> None:
-    pool = StagingPool(1, Maker())
+    arena = StagingArena(1, 1)
     served: list[int] = []
 
     def wait(number: int) -> None:
-        with pool.borrow(1):
+        with leased(arena):
             served.append(number)
 
     with ThreadPoolExecutor(12) as executor:
-        with pool.borrow(1):
+        with leased(arena):
             results = []
             for number in range(12):
                 results.append(executor.submit(wait, number))
-                while len(pool._line) <= number:
-                    time.sleep(0.001)
+                until(lambda: waiting(arena) > number)  # noqa: B023
         for result in results:
-            result.result(timeout=60)
+            result.result(timeout=LIMIT_S)
     assert served == list(range(12))
 
 
-@pytest.mark.parametrize(("max_loans", "threads"), [(1, 3), (2, 5), (None, 12)])
-def test_no_thread_starves(max_loans: int | None, threads: int) -> None:
-    """Also beside others that borrow again at once."""
-    pool = StagingPool(8, Maker(), max_loans)
-    start = threading.Barrier(threads)
-    counts = [0] * threads
-    most = 0
-    until = threading.Event()
-
-    def work(thread: int) -> None:
-        nonlocal most
-        start.wait()
-        while not until.is_set():
-            with pool.borrow(1):
-                most = max(most, pool.lent())
-                time.sleep(0.0005)
-            counts[thread] += 1
-            if sum(counts) > 60 * threads:
-                until.set()
-
-    with ThreadPoolExecutor(threads) as executor:
-        for result in [executor.submit(work, i) for i in range(threads)]:
-            result.result(timeout=60)
-    assert most <= (max_loans or 8)
-    assert min(counts) > 20
+def test_no_more_leases_at_a_time_than_allowed() -> None:
+    arena = StagingArena(8, 2)
+    with ThreadPoolExecutor(1) as executor:
+        with leased(arena), leased(arena):
+            result = executor.submit(lambda: leased(arena).__enter__().buffers)
+            until(lambda: waiting(arena) == 1)
+            assert arena.in_use() == (3, 0)
+            assert not result.done()
+        result.result(timeout=LIMIT_S)
 
 
-@pytest.mark.parametrize("cpus", [1, 2, 64])
+@pytest.mark.parametrize(("cpus", "transfers"), [(1, 1), (2, 2), (64, 8)])
 def test_as_many_transfers_stage_at_a_time_as_there_are_cpus(
-    monkeypatch: pytest.MonkeyPatch, cpus: int
+    monkeypatch: pytest.MonkeyPatch, cpus: int, transfers: int
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cpus)))
-    assert staging.max_transfers() == cpus
+    assert staging.max_transfers() == transfers
 
 
-def test_a_buffer_that_comes_back_while_another_is_not_made_is_used() -> None:
-    holds: list[staging.Loan] = []
-
-    def make() -> torch.Tensor:
-        if not holds:
-            return torch.zeros(1)
-        # The only one that memory allows is given back before this one fails.
-        holds.pop().__exit__()
-        raise MemoryError
-
-    pool = StagingPool(2, make)
-    holds.append(pool.borrow(1))
-    with pool.borrow(1) as loan:
-        assert len(loan.buffers) == 1
+def test_who_gives_up_waiting_holds_no_place() -> None:
+    arena = StagingArena(1, 1)
+    interrupted = Lease(1)
+    with leased(arena):
+        arena._leases.append(interrupted)
+        arena.release(interrupted)
+    with leased(arena) as lease:
+        assert len(lease.buffers) == 1
 
 
-def test_a_loan_that_is_dropped_comes_back_at_once_after_a_failure() -> None:
-    pool = StagingPool(2, maker_of(None, MemoryError))
-    gc.disable()
-    try:
-        loan = pool.borrow(2)
-        assert (len(loan.buffers), pool.lent()) == (1, 1)
-        del loan
-        assert pool.lent() == 0
-    finally:
-        gc.enable()
-
-
-def test_an_interrupt_that_somebody_keeps_holds_no_place() -> None:
-    pool = StagingPool(2, maker_of(KeyboardInterrupt, None, None), max_loans=1)
-    with pytest.raises(KeyboardInterrupt) as kept:
-        pool.borrow(2)
-    assert (pool.lent(), pool.loans) == (0, 0)
-    with pool.borrow(2) as loan:
-        assert len(loan.buffers) == 2
-    assert kept.value.__traceback__ is not None
-
-
-def test_only_loans_that_were_made_are_counted() -> None:
-    pool = StagingPool(2, Maker(), max_loans=1)
-    with ThreadPoolExecutor(1) as executor:
-        with pool.borrow(1):
-            result = executor.submit(pool.borrow, 1)
-            while not pool._line:
-                time.sleep(0.001)
-            assert (pool.loans, pool.lent()) == (1, 1)
-        result.result(timeout=60).__exit__()
-    assert (pool.loans, pool.lent()) == (2, 0)
-
-
-def test_a_buffer_given_back_early_serves_another_ring() -> None:
-    pool = StagingPool(2, Maker())
-    with pool.borrow(2) as first:
-        first.keep(1)
-        with pool.borrow(2) as second:
-            assert (len(first.buffers), len(second.buffers)) == (1, 1)
-            assert first.buffers[0].data_ptr() != second.buffers[0].data_ptr()
-    with pool.borrow(3) as loan:
-        assert len({buffer.data_ptr() for buffer in loan.buffers}) == 2
-
-
-def test_buffers_come_back_after_an_exception() -> None:
-    pool = StagingPool(1, Maker())
+def test_what_comes_back_after_an_exception() -> None:
+    arena = StagingArena(1, 1)
     for _ in range(3):
-        with pytest.raises(KeyError), pool.borrow(1):
+        with pytest.raises(KeyError), leased(arena):
             raise KeyError
+    assert arena.in_use() == (0, 0)
 
 
-def test_a_failed_allocation_loses_no_capacity() -> None:
-    pool = StagingPool(2, maker_of(MemoryError, None, None))
-    with pytest.raises(MemoryError), pool.borrow(2):
-        pass
-    with pool.borrow(2) as loan:
-        assert len(loan.buffers) == 2
-
-
-def test_a_buffer_with_copies_in_flight_is_never_handed_out_again() -> None:
-    pool = StagingPool(2, Maker())
-    with pool.borrow(1) as loan:
-        lost = loan.buffers[0]
-        loan.begin_copies()
-    assert (pool.lent(), pool.lost()) == (0, 1)
-    with pool.borrow(2) as loan:
-        (other,) = loan.buffers
-        assert other.data_ptr() != lost.data_ptr()
-        loan.begin_copies()
-        loan.end_copies()
-    with pool.borrow(2) as loan:
-        loan.begin_copies()
-    assert pool.lost() == 2
-    with pytest.raises(RuntimeError, match="restart the process"):
-        pool.borrow(1)
-
-
-def test_a_waiting_thread_learns_that_all_buffers_are_lost() -> None:
-    pool = StagingPool(1, Maker())
-    with ThreadPoolExecutor(1) as executor:
-        with pool.borrow(1) as loan:
-            result = executor.submit(pool.borrow, 1)
-            loan.begin_copies()
-        with pytest.raises(RuntimeError, match="restart the process"):
-            result.result(timeout=60)
-
-
-def test_a_loan_that_is_dropped_comes_back() -> None:
-    """As after an interrupt between the call and the ``with`` block."""
-    pool = StagingPool(2, Maker())
-    pool.borrow(1)
-    assert pool.lent() == 0
-    with pool.borrow(2) as loan:
-        assert len(loan.buffers) == 2
-    dropped = pool.borrow(1)
-    dropped.begin_copies()
-    del dropped
-    assert (pool.lent(), pool.lost()) == (0, 1)
-
-
-def test_a_waiting_thread_finds_a_buffer_that_nobody_announced() -> None:
-    pool = StagingPool(1, Maker())
-    held = [pool.borrow(1)]
-    with ThreadPoolExecutor(1) as executor:
-        result = executor.submit(pool.borrow, 1)
-        assert not result.done()
-        held.clear()
-        assert len(result.result(timeout=60).buffers) == 1
-
-
-def failing_maker(good: int) -> Callable[[], torch.Tensor]:
-    """Return a maker that has memory for ``good`` buffers."""
-    made: list[int] = []
-
-    def make() -> torch.Tensor:
-        if len(made) == good:
-            raise RuntimeError("out of pinned memory")
-        made.append(1)
-        return torch.zeros(16)
-
-    return make
+def test_a_failed_allocation_is_named_and_loses_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(staging, "make_buffer", Maker(MemoryError, RuntimeError))
+    arena = StagingArena(2, 2)
+    for _ in range(2):
+        lease = Lease(2)
+        with pytest.raises(RuntimeError, match="LMCACHE_RBLN_STAGING_MIB"):
+            arena.acquire(lease, DEVICE)
+        arena.release(lease)
+    with leased(arena, 2) as lease:
+        assert len(lease.buffers) == 2
 
 
 def test_a_transfer_goes_on_with_the_buffers_there_are(
@@ -305,68 +196,190 @@ def test_a_transfer_goes_on_with_the_buffers_there_are(
 ) -> None:
     warning = MagicMock()
     monkeypatch.setattr(staging.logger, "warning", warning)
-    pool = StagingPool(4, failing_maker(1))
+    failures = [None, *[RuntimeError] * 3]
+    monkeypatch.setattr(staging, "make_buffer", Maker(*failures))
+    arena = StagingArena(4, 4)
     for _ in range(3):
-        with pool.borrow(2) as loan:
-            assert len(loan.buffers) == 1
+        with leased(arena, 2) as lease:
+            assert len(lease.buffers) == 1
     warning.assert_called_once()
     assert "out of pinned memory" in str(warning.call_args)
 
 
-def test_a_transfer_without_memory_waits_for_another_s_buffer() -> None:
-    pool = StagingPool(4, failing_maker(1))
-    with ThreadPoolExecutor(2) as executor:
-        with pool.borrow(2) as loan:
-            waiting = [executor.submit(work_once, pool) for _ in range(2)]
-            assert not any(result.done() for result in waiting)
-            address = loan.buffers[0].data_ptr()
-        assert [result.result(timeout=60) for result in waiting] == [[address]] * 2
+def test_closing_frees_idle_buffers(maker: Maker) -> None:
+    arena = StagingArena(2, 2)
+    for made in (2, 4):
+        with leased(arena, 2):
+            pass
+        arena.close()
+        assert maker.made == made
 
 
-def work_once(pool: StagingPool) -> list[int]:
-    with pool.borrow(2) as loan:
-        return [buffer.data_ptr() for buffer in loan.buffers]
+class Device:
+    """Stands in for a device whose streams do what a test says."""
+
+    def __init__(self) -> None:
+        #: What the next questions are answered with; then: idle.
+        self.answers: list[bool | Exception] = []
+        self.given = itertools.cycle(range(1, staging._STREAM_POOL + 1))
+        self.current = 0
+
+    def __getattr__(self, _: str) -> Any:
+        return self
+
+    def Stream(self, device: torch.device) -> Any:  # noqa: N802
+        return MagicMock(device=device, stream_id=next(self.given))
+
+    def current_stream(self, device: torch.device) -> Any:
+        return MagicMock(device=device, stream_id=self.current)
+
+    def stream(self, _: Any) -> Any:
+        return MagicMock()
+
+    def Event(self) -> Any:  # noqa: N802
+        return self
+
+    def record(self, _: Any) -> None:
+        return None
+
+    def query(self) -> bool:
+        answer = self.answers.pop(0) if self.answers else True
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
 
-def test_without_any_buffer_the_reason_is_raised() -> None:
-    pool = StagingPool(4, failing_maker(0))
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="out of pinned memory"):
-            pool.borrow(2)
-    assert pool.lent() == 0
+@pytest.fixture
+def npu(monkeypatch: pytest.MonkeyPatch) -> Device:
+    """Give the arena streams, of a device that a test controls."""
+    npu = Device()
+    monkeypatch.setattr(staging, "torch_rbln", lambda: npu)
+    monkeypatch.setattr(staging, "supports_async_copies", lambda: True)
+    probe = torch.zeros(8, dtype=torch.uint8)
+    monkeypatch.setattr(staging, "make_probe", lambda _: (probe, probe.clone()))
+    return npu
 
 
-def test_closing_frees_idle_buffers() -> None:
-    maker = Maker()
-    pool = StagingPool(2, maker)
-    with pool.borrow(2):
-        pass
-    pool.close()
-    with pool.borrow(2):
-        pass
-    assert maker.made == 4
+def test_what_is_not_drained_comes_back_when_its_stream_is_idle(npu: Device) -> None:
+    arena = StagingArena(2, 2)
+    with leased(arena) as lease:
+        lease.busy = True
+        lost = lease.buffers[0].data_ptr()
+        # Busy, then the old failure, and busy again.
+        npu.answers = [False, False, RuntimeError("an old failure"), False]
+    assert arena.in_use() == (0, 1)
+    with leased(arena, 2) as lease:
+        (other,) = lease.buffers
+        assert other.data_ptr() != lost
+    assert arena.in_use() == (0, 0)
+    with leased(arena, 2) as lease:
+        assert len(lease.buffers) == 2
 
 
-@pytest.mark.parametrize(("raw", "mib"), [("64", 64), (" 8 ", 8), ("23", 23)])
-def test_the_setting_is_in_mib(
-    monkeypatch: pytest.MonkeyPatch, raw: str, mib: int
+def test_where_all_is_held_by_failed_copies_it_is_said_at_once(npu: Device) -> None:
+    arena = StagingArena(1, 1)
+    with ThreadPoolExecutor(1) as executor:
+        with leased(arena) as lease:
+            lease.busy = True
+            npu.answers = [False] * 5
+            waits = executor.submit(leased(arena).__enter__)
+            until(lambda: waiting(arena) == 1)
+        # Also to who waits already.
+        with pytest.raises(RuntimeError, match="comes back when the device is idle"):
+            waits.result(timeout=LIMIT_S)
+    refused = Lease(1)
+    with pytest.raises(RuntimeError, match="comes back when the device is idle"):
+        arena.acquire(refused, DEVICE)
+    arena.release(refused)
+    npu.answers = []
+    with leased(arena) as lease:
+        assert len(lease.buffers) == 1
+
+
+def test_streams_are_apart_from_one_another_and_from_callers(npu: Device) -> None:
+    arena = StagingArena(8, 8)
+    npu.current = 3
+
+    def streams() -> list[int]:
+        leases = [Lease(1) for _ in range(8)]
+        try:
+            for lease in leases:
+                arena.acquire(lease, DEVICE)
+            return [lease.stream.stream_id for lease in leases]
+        finally:
+            for lease in leases:
+                arena.release(lease)
+
+    first = streams()
+    assert len({*first, 3}) == 9
+    # They are kept: the pool of streams is small, and others draw from it.
+    assert streams() == first
+    # A caller comes with a stream that is one of ours.
+    npu.current = first[4]
+    second = streams()
+    assert len({*second, 3, first[4]}) == 10
+    assert [a for a, b in zip(first, second, strict=True) if a != b] == [first[4]]
+
+
+def test_where_callers_have_every_stream_only_their_current_one_is_avoided(
+    npu: Device,
 ) -> None:
-    monkeypatch.setenv(STAGING_ENV_VAR, raw)
-    assert staging_buffers_setting() == (mib << 20) // BUFFER_BYTES
+    arena = StagingArena(1, 1)
+    for npu.current in range(1, staging._STREAM_POOL + 1):
+        with leased(arena) as lease:
+            assert lease.stream.stream_id != npu.current
 
 
-def test_the_default_is_64_mib(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert STAGING_ENV_VAR == "LMCACHE_RBLN_STAGING_MIB"
-    for unset in (lambda: monkeypatch.setenv(STAGING_ENV_VAR, " "),
-                  lambda: monkeypatch.delenv(STAGING_ENV_VAR)):  # fmt: skip
-        unset()
-        assert staging_buffers_setting() * BUFFER_BYTES == 64 << 20
+class InterruptAt:
+    """Raises KeyboardInterrupt at the n-th line of the staging code that runs."""
+
+    def __init__(self, line: int) -> None:
+        self._left = line
+
+    def __call__(self, frame: FrameType, event: str, _: object) -> InterruptAt | None:
+        if not frame.f_code.co_filename.endswith("rbln/staging.py"):
+            return None
+        # Before it releases a lock CPython traces the line, but takes no signal.
+        code = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        if event == "line" and "lock:" not in code:
+            self._left -= 1
+            if self._left == 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self
+
+    def strikes(self, work: Callable[[], None]) -> bool:
+        """Run ``work``; return whether it was interrupted."""
+        before = sys.gettrace()
+        sys.settrace(self)
+        try:
+            work()
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(before)
+        return False
 
 
-@pytest.mark.parametrize("raw", ["7", "0", "-4", "64M", "1.5", "²"])
-def test_a_setting_that_is_no_size_is_refused(
-    monkeypatch: pytest.MonkeyPatch, raw: str
-) -> None:
-    monkeypatch.setenv(STAGING_ENV_VAR, raw)
-    with pytest.raises(ValueError, match=STAGING_ENV_VAR):
-        staging_buffers_setting()
+def test_capacity_comes_back_after_an_interrupt_anywhere(npu: Device) -> None:
+    arena = StagingArena(2, 2)
+
+    def work() -> None:
+        lease = Lease(2)
+        try:
+            arena.acquire(lease, DEVICE)
+            lease.busy = True
+            lease.busy = False
+        finally:
+            lease.ended = True
+            arena.release(lease)
+
+    struck = 0
+    for line in itertools.count(1):
+        if not InterruptAt(line).strikes(work):
+            break
+        struck += 1
+        assert arena.in_use() == (0, 0)
+        with leased(arena, 2) as lease:
+            assert len(lease.buffers) == 2
+    assert struck > 50
