@@ -397,7 +397,7 @@ class RDSBackend(AllocatorBackendInterface):
         self._allocator.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._writer.close(_CLOSE_TIMEOUT_S)
-        self._index.clear()
+        self._index.close()
         self._regions.close()
 
     def _show_state(self) -> None:
