@@ -64,7 +64,6 @@ def staged(
 
 def payload(chunk: ChunkBlocks) -> torch.Tensor:
     assert isinstance(chunk.memory_obj, StagedMemoryObj)
-    chunk.memory_obj.wait_ready()
     return chunk.memory_obj.slot.payload.cpu()
 
 
