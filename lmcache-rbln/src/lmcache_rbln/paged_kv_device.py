@@ -20,6 +20,7 @@ from __future__ import annotations
 
 # Standard
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import cast
 
 # Third Party
@@ -27,6 +28,7 @@ import torch
 
 # First Party
 from lmcache.lmcache_native import EngineKVFormat
+from lmcache_rbln.device_streams import InFlightError, streams_of
 from lmcache_rbln.paged_kv import ChunkBlocks, PagedKV
 from lmcache_rbln.storage_plugin.rds_staging import StagedMemoryObj
 
@@ -41,14 +43,14 @@ _LAYOUTS = {
 class DeviceBlockTransfer:
     """Gathers into and scatters from device staging memory.
 
-    A gather is ordered on the caller's stream, behind what computed the blocks and
-    before what overwrites them; the chunk's ``ready`` event tells when it is complete.
-    A scatter is complete on return. Any number of threads may call.
+    Both come behind all that the caller has queued on its current stream, and are
+    complete on return: nothing is left that could fail later and be told to somebody
+    else. Any number of threads may call.
     """
 
     @torch.inference_mode()  # as LMCache calls it; views cost half of the time then
     def gather(self, kv: PagedKV, chunks: Sequence[ChunkBlocks]) -> None:
-        """Copy blocks of the paged cache into chunks.
+        """Copy blocks of the paged cache into chunks; complete on return.
 
         Args:
             kv: The paged cache.
@@ -64,18 +66,13 @@ class DeviceBlockTransfer:
             for chunk in chunks
             for chunk_part, cache_part in _runs(kv, axis, chunk, 0)
         ]
-        events = hasattr(torch.rbln, "Event")
-        for target, source in pairs:
-            target.copy_(source, non_blocking=events)
-        ready = None
-        if events:
-            ready = torch.rbln.Event()
-            ready.record(torch.rbln.current_stream(kv.device))
+        with _own_stream(kv, chunks):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
         for chunk in chunks:
             obj = cast(StagedMemoryObj, chunk.memory_obj)
             obj.layout, obj.block_size = name, kv.block_size
             obj.payload_bytes = len(chunk.block_ids) * _block_bytes(kv)
-            obj.ready = ready
 
     def scatter(self, kv: PagedKV, chunks: Sequence[ChunkBlocks]) -> None:
         """Copy chunks into blocks of the paged cache; complete on return.
@@ -97,7 +94,6 @@ class DeviceBlockTransfer:
                     f"{obj.block_size} tokens, the KV cache as {name} with blocks of "
                     f"{kv.block_size}"
                 )
-            obj.wait_ready()
         pairs = [
             (cache_part, chunk_part)
             for chunk in chunks
@@ -108,7 +104,19 @@ class DeviceBlockTransfer:
             raise ValueError("a block is to be written twice")
         if pairs:
             targets, sources = zip(*pairs, strict=True)
-            torch._foreach_copy_(list(targets), list(sources))
+            with _own_stream(kv, chunks):
+                torch._foreach_copy_(list(targets), list(sources))
+
+
+@contextmanager
+def _own_stream(kv: PagedKV, chunks: Sequence[ChunkBlocks]) -> Iterator[None]:
+    try:
+        with streams_of(kv.device).transfer(ordered=True):
+            yield
+    except InFlightError:
+        for chunk in chunks:
+            cast(StagedMemoryObj, chunk.memory_obj).retire()
+        raise
 
 
 def _layout(kv: PagedKV) -> tuple[str, int]:

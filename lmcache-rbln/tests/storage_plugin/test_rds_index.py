@@ -13,6 +13,7 @@ import torch
 # First Party
 from lmcache.utils import CacheEngineKey
 from lmcache.v1.memory_management import MemoryFormat
+from lmcache_rbln.storage_plugin import rds_index
 from lmcache_rbln.storage_plugin.rds_device import Region
 from lmcache_rbln.storage_plugin.rds_index import ChunkIndex, Entry
 
@@ -26,6 +27,15 @@ def entry_of(region: Any = None) -> Entry:
     return Entry(region or Region(None, 1), header, [], [], MemoryFormat.KV_2LTD)
 
 
+def store(index: ChunkIndex, *numbers: int) -> list[bool]:
+    keys = [key_of(number) for number in numbers]
+    claimed = index.claim(keys)
+    index.publish(
+        [(key, entry_of()) for key, new in zip(keys, claimed, strict=True) if new]
+    )
+    return claimed
+
+
 @pytest.fixture
 def given_up() -> list[Region]:
     return []
@@ -35,15 +45,14 @@ def given_up() -> list[Region]:
 def index(given_up: list[Region]) -> ChunkIndex:
     index = ChunkIndex(given_up.append)
     for number in range(4):
-        index.claim(key_of(number))
-        index.publish(key_of(number), entry_of())
+        store(index, number)
     return index
 
 
 def evicted(index: ChunkIndex) -> list[int]:
     order = list(index._entries)
     gone = []
-    while (entry := index.evict()) is not None:
+    while (entry := index.evict(key_of(99))) is not None:
         assert entry.gone
         gone.append(next(k for k in order if k not in index._entries))
         order.remove(gone[-1])
@@ -52,17 +61,16 @@ def evicted(index: ChunkIndex) -> list[int]:
 
 def test_a_key_is_visible_only_when_published() -> None:
     index = ChunkIndex(lambda region: None)
-    assert index.claim(key_of(1))
+    assert index.claim([key_of(1), key_of(1)]) == [True, False]
     assert index.is_writing(key_of(1))
-    assert not index.claim(key_of(1))
+    assert index.claim([key_of(1)]) == [False]
     assert index.count_prefix([key_of(1)], False, 9) == 0
     index.abandon(key_of(1))
     assert not index.is_writing(key_of(1))
-    assert index.claim(key_of(1))
-    index.publish(key_of(1), entry_of())
+    assert store(index, 1) == [True]
     assert not index.is_writing(key_of(1))
     assert index.count_prefix([key_of(1)], False, 9) == 1
-    assert not index.claim(key_of(1))
+    assert store(index, 1) == [False]
 
 
 def test_the_end_of_an_unused_prompt_goes_first(index: ChunkIndex) -> None:
@@ -71,10 +79,9 @@ def test_the_end_of_an_unused_prompt_goes_first(index: ChunkIndex) -> None:
 
 
 def test_reading_makes_newest(index: ChunkIndex) -> None:
-    entry = index.begin_read(key_of(0))
-    assert entry is not None
-    index.end_read(entry)
-    assert evicted(index) == [1, 2, 3, 0]
+    for entry in index.begin_reads([key_of(0), key_of(1), key_of(9), key_of(2)]):
+        index.end_read(entry)
+    assert evicted(index) == [2, 3, 1, 0]
 
 
 def test_a_prefix_ends_at_the_first_gap_and_at_the_limit(index: ChunkIndex) -> None:
@@ -102,10 +109,10 @@ def test_what_is_pinned_stays(index: ChunkIndex) -> None:
 def test_a_removed_key_keeps_its_region_while_it_is_read(
     index: ChunkIndex, given_up: list[Region]
 ) -> None:
-    first, second = index.begin_read(key_of(1)), index.begin_read(key_of(1))
-    assert first is not None and first is second
+    [first], [second] = index.begin_reads([key_of(1)]), index.begin_reads([key_of(1)])
+    assert first is second
     assert index.remove(key_of(1))
-    assert index.begin_read(key_of(1)) is None
+    assert index.begin_reads([key_of(1)]) == []
     index.end_read(first)
     assert not given_up
     index.end_read(first)
@@ -115,15 +122,56 @@ def test_a_removed_key_keeps_its_region_while_it_is_read(
 def test_a_late_reader_does_not_remove_the_next_chunk(
     index: ChunkIndex, given_up: list[Region]
 ) -> None:
-    old = index.begin_read(key_of(1))
-    assert old is not None
+    [old] = index.begin_reads([key_of(1)])
     index.remove(key_of(1))
-    index.claim(key_of(1))
-    index.publish(key_of(1), entry_of())
+    store(index, 1)
     assert not index.remove(key_of(1), only=old)
     index.end_read(old)
     assert given_up == [old.region]
     assert index.count_prefix([key_of(1)], False, 1) == 1
+
+
+def test_a_chunk_keeps_what_stands_before_it_however_late_it_comes(
+    index: ChunkIndex,
+) -> None:
+    """Stored in any order, with or without the ones between."""
+    prompt = [key_of(number) for number in (10, 11, 12)]
+    assert index.count_prefix(prompt, False, 9) == 0
+    store(index, 11)
+    store(index, 10)
+    store(index, 12)
+    assert evicted(index) == [0, 1, 2, 3, 12, 11, 10]
+    store(index, 10, 11, 12)
+    index.remove(key_of(11))
+    assert index.count_prefix([key_of(12)], False, 9) == 1
+    assert evicted(index) == [12, 10]
+
+
+def test_hashes_that_collide_make_no_endless_prompt(index: ChunkIndex) -> None:
+    keys = [key_of(0), key_of(1), key_of(0)]
+    assert index.count_prefix(keys, False, 9) == 3
+    assert sorted(evicted(index)) == [0, 1, 2, 3]
+
+
+def test_what_is_expected_is_bounded(
+    index: ChunkIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rds_index, "MOST_EXPECTED", 3)
+    keys = [key_of(number) for number in range(10, 20)]
+    assert index.count_prefix(keys, False, 9) == 0
+    assert list(index._expected) == keys[-3:]
+
+
+def test_after_the_end_nothing_is_kept(
+    index: ChunkIndex, given_up: list[Region]
+) -> None:
+    index.pin(key_of(0))
+    index.claim([key_of(9)])
+    index.close()
+    assert len(index) == 0 and len(given_up) == 4
+    late = entry_of()
+    index.publish([(key_of(9), late)])
+    assert len(index) == 0 and given_up[-1] is late.region
 
 
 class IndexMachine(RuleBasedStateMachine):
@@ -140,19 +188,17 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(number=keys)
     def store(self, number: int) -> None:
-        if self.index.claim(key_of(number)):
+        if self.index.claim([key_of(number)]) == [True]:
             if self.free:
                 region = self.free.pop()
             else:
                 region = Region(None, 1)
                 self.made.append(region)
-            self.index.publish(key_of(number), entry_of(region))
+            self.index.publish([(key_of(number), entry_of(region))])
 
     @rule(number=keys)
     def read(self, number: int) -> None:
-        entry = self.index.begin_read(key_of(number))
-        if entry is not None:
-            self.reads.append(entry)
+        self.reads += self.index.begin_reads([key_of(number)])
 
     @rule()
     def end(self) -> None:
@@ -173,7 +219,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule()
     def evict(self) -> None:
-        entry = self.index.evict()
+        entry = self.index.evict(key_of(99))
         if entry is not None:
             assert not entry.pins
             self.free.append(entry.region)

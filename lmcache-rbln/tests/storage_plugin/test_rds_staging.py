@@ -127,22 +127,18 @@ def test_a_wait_ends_when_memory_comes_back(allocator: StagingAllocator) -> None
         assert late.result(timeout=5) is None
 
 
-def test_the_next_user_waits_for_work_that_is_left_on_a_slot(
-    allocator: StagingAllocator,
-) -> None:
-    waited = []
-
-    class Work:
-        def synchronize(self) -> None:
-            waited.append(True)
-
+def test_a_retired_slot_is_never_used_again(allocator: StagingAllocator) -> None:
     obj = allocator.allocate(SHAPES, DTYPES)
-    others = allocator.batched_allocate(SHAPES, DTYPES, 2)
-    assert obj is not None and others is not None
-    obj.ready = Work()
+    assert obj is not None
+    number = obj.slot.number
+    obj.retire()
     obj.ref_count_down()
-    assert not waited
-    again = allocator.allocate(SHAPES, DTYPES)
-    assert again is not None
-    assert waited == [True]
-    assert again.ready is None
+    assert allocator.free_slots == 2
+    objs = allocator.batched_allocate(SHAPES, DTYPES, 2)
+    assert objs is not None
+    assert number not in [other.metadata.address for other in objs]
+    assert allocator.allocate(SHAPES, DTYPES) is None
+    assert allocator.memcheck()
+    for other in objs:
+        other.ref_count_down()
+    assert allocator.memcheck()

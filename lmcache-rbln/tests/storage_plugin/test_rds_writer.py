@@ -92,11 +92,11 @@ def test_what_a_lookup_pinned_is_not_evicted(engine: MakeEngine) -> None:
     one.store(3, 4)
     assert one.holds(0, 1) == [True, True]
     assert one.backend.remove(key_of(0), force=False) is False
-    failures = one.metric("write_failures")
+    unplaced = one.metric("unplaced_chunks")
     assert one.backend.pin(key_of(4)) or one.backend.pin(key_of(3))
     one.store(5)  # nothing may go: it is not stored, and nothing is lost
     assert one.holds(0, 1, 5) == [True, True, False]
-    assert one.metric("write_failures") == failures + 1
+    assert one.metric("unplaced_chunks") == unplaced + 1
     for number in (0, 1):
         assert one.backend.unpin(key_of(number))
     one.store(5)
@@ -106,10 +106,10 @@ def test_what_a_lookup_pinned_is_not_evicted(engine: MakeEngine) -> None:
 
 def test_more_than_fits_stores_the_beginning(engine: MakeEngine) -> None:
     one = engine({"rds_max_chunks": 2})
-    failures = one.metric("write_failures")
+    unplaced = one.metric("unplaced_chunks")
     one.store(0, 1, 2)
     assert one.holds(0, 1, 2) == [True, True, False]
-    assert one.metric("write_failures") == failures + 1
+    assert one.metric("unplaced_chunks") == unplaced + 1
     one.assert_idle()
 
 
@@ -203,4 +203,107 @@ def test_where_eviction_makes_no_space_the_rest_stays(
     assert one.metric("write_failures") == failures + 1
     assert one.holds(*range(9)) == [False] * 3 + [True] * 5 + [False]
     assert one.load(3, 4, 5, 6, 7) == [True] * 5
+    one.assert_idle()
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("where", ["alloc", "write"])
+def test_a_prompt_larger_than_the_nvme_keeps_its_beginning(
+    engine: MakeEngine, storage: Storage, where: str
+) -> None:
+    """Full by what this worker stored: that is a limit, and ends no engine."""
+    if where == "alloc":
+        storage.use(chunks=2)
+    else:  # A1: space may be taken by the first write; each chunk takes two
+        storage.use(faults="enospc:write:5+sticky")
+    one = engine({"rds_failure_policy": "raise"})
+    failures, unplaced = one.metric("write_failures"), one.metric("unplaced_chunks")
+    one.store(0, 1)
+    one.backend.batched_contains([key_of(number) for number in range(4)])
+    one.store(2)
+    one.store(3)
+    assert one.load(0, 1) == [True, True]
+    assert one.holds(0, 1, 2, 3) == [True, True, False, False]
+    assert one.metric("write_failures") == failures
+    assert one.metric("unplaced_chunks") == unplaced + 2
+    one.assert_idle()
+
+
+@pytest.mark.sim
+def test_of_a_batch_too_large_for_the_nvme_the_beginning_is_written(
+    engine: MakeEngine, storage: Storage
+) -> None:
+    # The third payload finds no space, then the second, and one is written.
+    storage.use(faults="enospc:write:3,enospc:write:5")
+    one = engine({"rds_failure_policy": "raise"})
+    failures, unplaced = one.metric("write_failures"), one.metric("unplaced_chunks")
+    one.store(0, 1, 2)
+    assert one.load(0) == [True]
+    assert one.holds(0, 1, 2) == [True, False, False]
+    assert one.metric("write_failures") == failures
+    assert one.metric("unplaced_chunks") == unplaced + 2
+    one.assert_idle()
+
+
+def test_a_chunk_of_foreign_memory_claims_nothing(engine: MakeEngine) -> None:
+    one = engine()
+    obj = one.chunk(0)
+    foreign: Any = object()
+    with pytest.raises(TypeError, match="its own staging memory"):
+        one.backend.batched_submit_put_task([key_of(0), key_of(1)], [obj, foreign])
+    assert obj.get_ref_count() == 1
+    obj.ref_count_down()
+    one.store(0)
+    assert one.load(0) == [True]
+    one.assert_idle()
+
+
+@pytest.mark.parametrize("mode", ["overlapped", "synchronous"])
+def test_an_unexpected_error_is_a_failed_write_and_releases_once(
+    engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    one = engine({"rds_write_mode": mode, "rds_max_chunks": 2})
+    failures = one.metric("write_failures")
+
+    def broken(batch: Any) -> Any:
+        raise ArithmeticError("planted")
+
+    with monkeypatch.context() as planted:
+        planted.setattr(one.backend._index, "evict", broken)
+        one.store(0, 1, 2)  # two find space
+        planted.undo()
+        assert one.holds(0, 1, 2) == [True, True, False]
+        one.backend.clear()
+        planted.setattr(one.backend._writer._transfer, "write", broken)
+        one.store(2)
+    assert one.metric("write_failures") == failures + 2
+    one.assert_idle()
+    one.store(0, 1)
+    assert one.load(0, 1) == [True, True]
+    assert one.metric("used_bytes") == 2 * REGION_BYTES
+    one.assert_idle()
+
+
+@pytest.mark.parametrize("mode", ["overlapped", "synchronous"])
+def test_a_key_stored_by_many_threads_is_written_once(
+    engine: MakeEngine, mode: str
+) -> None:
+    one = engine({"rds_write_mode": mode})
+    written = one.metric("written_chunks")
+    start = threading.Barrier(8)
+
+    def store() -> None:
+        start.wait(60)
+        one.store(0, 1)
+
+    threads = [threading.Thread(target=store) for _ in range(7)]
+    for thread in threads:
+        thread.start()
+    start.wait(60)
+    for thread in threads:
+        thread.join(timeout=60)
+    one.backend._writer._thread.submit(lambda: None).result(timeout=60)
+    assert one.metric("written_chunks") == written + 2
+    assert one.load(0, 1) == [True, True]
+    assert one.metric("used_bytes") == 2 * REGION_BYTES
     one.assert_idle()

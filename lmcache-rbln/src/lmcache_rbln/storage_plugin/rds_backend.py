@@ -34,7 +34,7 @@ from .rds_metrics import RDSMetrics
 from .rds_reader import ChunkReader
 from .rds_regions import RegionPool
 from .rds_settings import RDSSettings, read_settings
-from .rds_staging import StagingAllocator
+from .rds_staging import StagingAllocator, all_or_none
 from .rds_transfer import ChunkTransfer, region_bytes
 from .rds_waits import StoreWaits
 from .rds_writer import ChunkWriter, OnComplete
@@ -116,6 +116,8 @@ class RDSBackend(AllocatorBackendInterface):
         self._lock = threading.Lock()
         self._closed = False
         self._cut_lookups = False
+        # Pinned keys of asynchronous lookups; of the event loop's thread alone.
+        self._prefetched: dict[str, list[CacheEngineKey]] = {}
         if self.settings.checksum == "header":
             logger.warning(
                 "rds_checksum=header: bit errors in a chunk's payload are not found"
@@ -179,10 +181,11 @@ class RDSBackend(AllocatorBackendInterface):
         obj = self._allocator.allocate_within(
             shapes, dtypes, fmt, lambda: left() if self._writer.busy else 0.0
         )
-        self._waits.waited(left)
         if obj is None:
             self._waits.end()
             self._metrics.add("staging_failures")
+        else:
+            self._waits.waited(left, obj)
         return obj
 
     def batched_allocate(
@@ -195,14 +198,9 @@ class RDSBackend(AllocatorBackendInterface):
         busy_loop: bool = True,
     ) -> list[MemoryObj] | None:
         """Take staging memory for several chunks, or ``None``."""
-        objs: list[MemoryObj] = []
-        for _ in range(batch_size):
-            obj = self.allocate(shapes, dtypes, fmt, eviction, busy_loop)
-            if obj is None:
-                self._allocator.batched_free(objs)
-                return None
-            objs.append(obj)
-        return objs
+        return all_or_none(
+            lambda: self.allocate(shapes, dtypes, fmt, eviction, busy_loop), batch_size
+        )
 
     def calculate_chunk_budget(self) -> int:
         """Return how many chunks the staging memory holds."""
@@ -292,8 +290,15 @@ class RDSBackend(AllocatorBackendInterface):
     async def batched_async_contains(
         self, lookup_id: str, keys: list[CacheEngineKey], pin: bool = False
     ) -> int:
-        """Count how many keys in a row are stored; in memory, so it never blocks."""
-        return self.batched_contains(keys, pin)
+        """Count how many keys in a row are stored; in memory, so it never blocks.
+
+        What ``pin`` keeps is let go when the lookup's chunks have been restored:
+        LMCache takes no pin off an asynchronous lookup.
+        """
+        found = self.batched_contains(keys, pin)
+        if pin and found:
+            self._prefetched[lookup_id] = keys[:found]
+        return found
 
     def pin(self, key: CacheEngineKey) -> bool:
         """Keep a key from eviction."""
@@ -346,7 +351,10 @@ class RDSBackend(AllocatorBackendInterface):
         """Restore a chunk in the background; ``None`` if it is not stored."""
         if not self.contains(key):
             return None
-        return self._threads.submit(lambda: self._reader.load([key])[0])
+        try:
+            return self._threads.submit(lambda: self._reader.load([key])[0])
+        except RuntimeError:  # closed
+            return None
 
     async def batched_get_non_blocking(
         self,
@@ -363,7 +371,13 @@ class RDSBackend(AllocatorBackendInterface):
             The chunks before the first that could not be restored.
         """
         loop = asyncio.get_running_loop()
-        objs = await loop.run_in_executor(self._threads, self._reader.load, keys)
+        try:
+            objs = await loop.run_in_executor(self._threads, self._reader.load, keys)
+        except RuntimeError:  # closed
+            objs = []
+        finally:
+            for key in self._prefetched.pop(lookup_id, ()):
+                self._index.unpin(key)
         prefix = list(itertools.takewhile(lambda obj: obj is not None, objs))
         for obj in objs[len(prefix) :]:
             if obj is not None:
@@ -397,7 +411,7 @@ class RDSBackend(AllocatorBackendInterface):
         self._allocator.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._writer.close(_CLOSE_TIMEOUT_S)
-        self._index.clear()
+        self._index.close()
         self._regions.close()
 
     def _show_state(self) -> None:
@@ -446,6 +460,11 @@ def _require_usable(
         raise ValueError(
             f"RDSBackend needs an RBLN NPU, LMCache runs on {device}; set "
             "LMCACHE_DEVICE_BACKEND=rbln to learn why"
+        )
+    if not hasattr(torch.rbln, "Stream"):
+        raise ValueError(
+            "RDSBackend needs streams of the NPU, which this torch-rbln does not have; "
+            "install torch-rbln 0.12.0"
         )
     if metadata.get_num_groups() != 1:
         raise ValueError(

@@ -8,18 +8,20 @@ core, both while the NVMe is busy with the same chunk (writes) or the next (read
 """
 
 # Standard
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 import threading
 
 # Third Party
 import torch
 import xxhash
 
+# Local
+from ..device_streams import InFlightError, streams_of
+
 TILE_BYTES = 2 << 20
 #: Threads that hash at the same time; more would wait for the link anyway.
 MAX_HASHERS = 3
+
+_Tiles = list[torch.Tensor]
 
 
 class DeviceChecksum:
@@ -31,9 +33,12 @@ class DeviceChecksum:
     """
 
     def __init__(self, device: torch.device, tile_bytes: int = TILE_BYTES) -> None:
-        self._device = device
+        self._streams = streams_of(device)
         self._tile_bytes = tile_bytes
-        self._free: list[_Hasher] = []
+        self._free: list[_Tiles] = []
+        # Tiles that a copy may still write to: held for ever, so that nobody gets
+        # their memory.
+        self._lost: list[_Tiles] = []
         self._lock = threading.Lock()
         self._slots = threading.BoundedSemaphore(MAX_HASHERS)
 
@@ -46,60 +51,47 @@ class DeviceChecksum:
 
         Raises:
             RuntimeError: The device failed.
+            InFlightError: It failed, and copies of the tensor may be under way.
         """
-        with self._hasher() as hasher:
-            return hasher.digest(tensor[:nbytes])
-
-    @contextmanager
-    def _hasher(self) -> Iterator["_Hasher"]:
         with self._slots:
             with self._lock:
-                hasher = self._free.pop() if self._free else None
-            if hasher is None:
-                hasher = _Hasher(self._device, self._tile_bytes)
+                tiles = self._free.pop() if self._free else None
+            if tiles is None:
+                tiles = [
+                    torch.empty(self._tile_bytes, dtype=torch.uint8, pin_memory=True)
+                    for _ in range(2)
+                ]
+            free = self._lost
             try:
-                yield hasher
-            except BaseException:
-                # A copy into its tiles may still be under way: never use them again.
+                with self._streams.transfer():
+                    digest = _digest(tensor[:nbytes], tiles)
+                free = self._free
+                return digest
+            except InFlightError:
                 raise
-            else:
+            except RuntimeError:
+                free = self._free
+                raise
+            finally:
                 with self._lock:
-                    self._free.append(hasher)
+                    free.append(tiles)
 
 
-class _Hasher:
-    """Two host tiles and the stream that fills them; one thread at a time."""
+def _digest(tensor: torch.Tensor, tiles: _Tiles) -> bytes:
+    """Hash a tensor through two tiles, with copies on the current stream."""
+    state = xxhash.xxh3_128()
+    parts = tensor.split(tiles[0].numel())
+    copied = [_fetch(tiles[0], parts[0])] if parts else []
+    for number, part in enumerate(parts):
+        if number + 1 < len(parts):
+            copied.append(_fetch(tiles[(number + 1) % 2], parts[number + 1]))
+        copied[number].synchronize()
+        state.update(tiles[number % 2][: part.numel()].numpy().data)
+    return state.digest()
 
-    def __init__(self, device: torch.device, tile_bytes: int) -> None:
-        self._tile_bytes = tile_bytes
-        streams = hasattr(torch.rbln, "Stream") and hasattr(torch.rbln, "Event")
-        self._stream = torch.rbln.Stream(device=device) if streams else None
-        self._tiles = [
-            torch.empty(tile_bytes, dtype=torch.uint8, pin_memory=streams)
-            for _ in range(2 if streams else 1)
-        ]
 
-    def digest(self, tensor: torch.Tensor) -> bytes:
-        state = xxhash.xxh3_128()
-        parts = tensor.split(self._tile_bytes)
-        if self._stream is None:
-            for part in parts:
-                tile = self._tiles[0][: part.numel()]
-                tile.copy_(part)
-                state.update(tile.numpy().data)
-            return state.digest()
-        done = [self._fetch(0, parts[0])] if parts else []
-        for number, part in enumerate(parts):
-            if number + 1 < len(parts):
-                done.append(self._fetch(number + 1, parts[number + 1]))
-            done[number].synchronize()
-            state.update(self._tiles[number % 2][: part.numel()].numpy().data)
-        return state.digest()
-
-    def _fetch(self, number: int, part: torch.Tensor) -> Any:
-        event = torch.rbln.Event()
-        with torch.rbln.stream(self._stream):
-            tile = self._tiles[number % 2][: part.numel()]
-            tile.copy_(part, non_blocking=True)
-            event.record(self._stream)
-        return event
+def _fetch(tile: torch.Tensor, part: torch.Tensor) -> torch.Event:
+    tile[: part.numel()].copy_(part, non_blocking=True)
+    copied = torch.rbln.Event()
+    copied.record(torch.rbln.current_stream(part.device))
+    return copied

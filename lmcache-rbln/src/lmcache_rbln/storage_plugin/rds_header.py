@@ -19,12 +19,15 @@ MAGIC = b"RBLNKVC\n"
 VERSION = 1
 MAX_DIMS = 8
 DIGEST_BYTES = 16
+LAYOUT_BYTES = 32
 #: Instead of a payload checksum where none is computed.
 NO_CHECKSUM = bytes(DIGEST_BYTES)
 
 # magic, version, dtype, number of dimensions, checksum kind, block size, payload bytes,
 # key digest, payload checksum, layout name, shape
-_FIELDS = struct.Struct(f"<8sHHHHQQ{DIGEST_BYTES}s{DIGEST_BYTES}s32s{MAX_DIMS}Q")
+_FIELDS = struct.Struct(
+    f"<8sHHHHQQ{DIGEST_BYTES}s{DIGEST_BYTES}s{LAYOUT_BYTES}s{MAX_DIMS}Q"
+)
 _SEAL = struct.Struct("<Q")
 _SEAL_AT = HEADER_BYTES - _SEAL.size
 
@@ -78,13 +81,21 @@ class ChunkHeader:
         Raises:
             HeaderError: A field does not fit.
         """
-        layout = self.layout.encode("ascii")
         if self.dtype not in _DTYPE_CODES:
             raise HeaderError(f"{self.dtype} has no number in the header format")
-        if len(self.shape) > MAX_DIMS or not 0 < len(layout) <= 32:
+        if self.checksum_kind not in _CHECKSUM_KINDS:
+            raise HeaderError(f"{self.checksum_kind!r} is no kind of checksum")
+        name = self.layout
+        if not (name.isascii() and 0 < len(name) <= LAYOUT_BYTES) or "\0" in name:
             raise HeaderError(
-                f"a shape of {len(self.shape)} dimensions or the layout name "
-                f"{self.layout!r} does not fit the header"
+                f"the layout name {name!r} is not 1 to {LAYOUT_BYTES} ASCII characters"
+            )
+        numbers = (self.block_size, self.payload_bytes, *self.shape)
+        if len(self.shape) > MAX_DIMS or not all(0 <= n < 1 << 64 for n in numbers):
+            raise HeaderError(
+                f"a shape of {self.shape}, {self.payload_bytes} bytes or blocks of "
+                f"{self.block_size} tokens do not fit: at most {MAX_DIMS} dimensions, "
+                "and numbers of 64 bits without a sign"
             )
         if len(self.key) != DIGEST_BYTES or len(self.checksum) != DIGEST_BYTES:
             raise HeaderError(f"digests must have {DIGEST_BYTES} bytes")
@@ -98,7 +109,7 @@ class ChunkHeader:
             self.payload_bytes,
             self.key,
             self.checksum,
-            layout,
+            name.encode("ascii"),
             *self.shape,
             *[0] * (MAX_DIMS - len(self.shape)),
         )
@@ -113,7 +124,8 @@ def decode(data: bytes) -> ChunkHeader:
         data: 4096 bytes.
 
     Raises:
-        HeaderError: They are not a whole header of this version.
+        HeaderError: They are not, to the last byte, what :meth:`ChunkHeader.encode`
+            makes in this version.
     """
     if len(data) != HEADER_BYTES:
         raise HeaderError(f"a header has {HEADER_BYTES} bytes, got {len(data)}")
@@ -139,16 +151,40 @@ def decode(data: bytes) -> ChunkHeader:
         raise HeaderError(f"header version {version}, this is version {VERSION}")
     if dtype not in _DTYPES or dims > MAX_DIMS or kind not in _CHECKSUM_NAMES:
         raise HeaderError("a field of the header is out of range")
-    return ChunkHeader(
+    name = layout.rstrip(b"\0")
+    if not name.isascii():
+        raise HeaderError(f"the layout name {name!r} is not ASCII")
+    header = ChunkHeader(
         key=key,
         payload_bytes=payload_bytes,
         shape=tuple(shape[:dims]),
         dtype=_DTYPES[dtype],
-        layout=layout.rstrip(b"\0").decode("ascii"),
+        layout=name.decode("ascii"),
         block_size=block_size,
         checksum_kind=_CHECKSUM_NAMES[kind],
         checksum=checksum,
     )
+    if header.encode() != data:
+        raise HeaderError("bytes of the header that must be zero are not")
+    return header
+
+
+def mismatch(data: bytes, wanted: ChunkHeader) -> str | None:
+    """Compare what was read with the header that was written, all 4096 bytes.
+
+    Args:
+        data: What was read, any bytes.
+        wanted: The header.
+
+    Returns:
+        How they differ; ``None`` if they do not.
+    """
+    if data == wanted.encode():
+        return None
+    try:
+        return f"its header says {decode(data)}, wanted {wanted}"
+    except HeaderError as error:
+        return str(error)
 
 
 def key_digest(key: str) -> bytes:

@@ -21,6 +21,7 @@ _COUNTERS = {
     "lookup_hits": "Chunks found by lookups",
     "lookup_misses": "Chunks not found by lookups",
     "evicted_chunks": "Chunks evicted to make space",
+    "unplaced_chunks": "Chunks not written: all space holds chunks that must stay",
     "rejected_chunks": "Chunks read that were not what was written; each is a miss",
     "write_failures": "Chunks that could not be written",
     "read_failures": "Chunks that could not be read",

@@ -62,34 +62,31 @@ class ChunkReader:
         Returns:
             For each a verified chunk with one reference, or ``None``.
         """
-        taken: list[tuple[CacheEngineKey, Entry, Read]] = []
-        left = deadline_in(self._wait_timeout)
-        for key in keys:
-            entry = self._index.begin_read(key)
-            if entry is None:
-                break  # LMCache uses nothing behind the first that is missing
-            obj = self._allocator.allocate_within(
-                entry.shapes, entry.dtypes, entry.fmt, left
-            )
-            if obj is None:
+        entries = self._index.begin_reads(keys)
+        reads: list[Read] = []
+        try:
+            self._take_memory(entries, len(keys), reads)
+            if reads:
+                self._read(reads)
+            # Before the reads end, so that no region is used again first.
+            for key, entry, read in zip(keys, entries, reads, strict=False):
+                if read.error is not None:
+                    self._drop_unreadable(key, entry, read)
+        except BaseException as error:
+            for read in reads:
+                read.obj.ref_count_down()
+            if not isinstance(error, Exception):
+                raise
+            # Whatever it is, the engine computes the tokens instead.
+            logger.exception("RDS restore of %d chunks failed", len(keys))
+            self._metrics.add("read_failures", len(entries))
+            self._failures.remember(error)
+            return [None] * len(keys)
+        finally:
+            for entry in entries:
                 self._index.end_read(entry)
-                self._metrics.add("staging_failures")
-                logger.warning(
-                    "No RDS staging memory within %.1f s: %d of %d chunks restored; "
-                    "raise rds_buffer_size",
-                    self._wait_timeout,
-                    len(taken),
-                    len(keys),
-                )
-                break
-            obj.layout = entry.header.layout
-            obj.block_size = entry.header.block_size
-            obj.payload_bytes = entry.header.payload_bytes
-            taken.append((key, entry, Read(obj, entry.region, entry.header)))
-        if taken:
-            self._read(taken)
         result: list[MemoryObj | None] = [None] * len(keys)
-        for place, (_, _, read) in enumerate(taken):
+        for place, read in enumerate(reads):
             if read.error is None:
                 result[place] = read.obj
             else:
@@ -97,17 +94,33 @@ class ChunkReader:
         self._changed()
         return result
 
-    def _read(self, taken: list[tuple[CacheEngineKey, Entry, Read]]) -> None:
+    def _take_memory(
+        self, entries: list[Entry], wanted: int, reads: list[Read]
+    ) -> None:
+        """Take staging memory for as many chunks as there is in time."""
+        left = deadline_in(self._wait_timeout)
+        for entry in entries:
+            obj = self._allocator.allocate_within(
+                entry.shapes, entry.dtypes, entry.fmt, left
+            )
+            if obj is None:
+                self._metrics.add("staging_failures")
+                logger.warning(
+                    "No RDS staging memory within %.1f s: %d of %d chunks restored; "
+                    "raise rds_buffer_size",
+                    self._wait_timeout,
+                    len(reads),
+                    wanted,
+                )
+                return
+            obj.layout = entry.header.layout
+            obj.block_size = entry.header.block_size
+            obj.payload_bytes = entry.header.payload_bytes
+            reads.append(Read(obj, entry.region, entry.header))
+
+    def _read(self, reads: list[Read]) -> None:
         started = time.perf_counter()
-        reads = [read for _, _, read in taken]
-        try:
-            self._transfer.read(reads)
-        finally:
-            for key, entry, read in taken:
-                if read.error is not None:
-                    # Before the read ends, so that its region is not used again first.
-                    self._drop_unreadable(key, entry, read)
-                self._index.end_read(entry)
+        self._transfer.read(reads)
         self._metrics.observe("read_seconds", time.perf_counter() - started)
         good = [read for read in reads if read.error is None]
         self._metrics.add("read_chunks", len(good))

@@ -9,6 +9,10 @@ import threading
 from .rds_device import RDSDevice, RDSError, RDSFullError, Region
 
 
+class RDSLimitError(RDSFullError):
+    """All space that this worker may take holds chunks that must stay."""
+
+
 class RegionPool:
     """Regions of one size.
 
@@ -40,7 +44,8 @@ class RegionPool:
             evict: Makes a used region free; ``None`` if all must stay.
 
         Raises:
-            RDSFullError: There is no space, and nothing can be evicted.
+            RDSLimitError: There is no space besides that of chunks which must stay.
+            RDSFullError: There is no space, and this worker has none of it.
             RDSError: The storage failed.
         """
         full: RDSFullError | None = None
@@ -61,12 +66,16 @@ class RegionPool:
         region = evict()
         if region is not None:
             return region
-        if full is not None:
+        with self._lock:
+            held = self._held
+        if full is not None and not held:
             raise full
-        raise RDSFullError(
-            f"all {self._limit} chunks that rds_max_chunks and rds_capacity allow are "
-            "in use"
-        )
+        raise RDSLimitError(
+            f"all {held} chunks that "
+            + ("fit on the NVMe" if full else "rds_max_chunks and rds_capacity allow")
+            + " are promised to requests, in use, or worth more: the beginning of the "
+            "same prompt, or a chunk behind one that is missing was to be stored"
+        ) from full
 
     def give_back(self, region: Region) -> None:
         """Keep a region for the next chunk."""
@@ -74,7 +83,7 @@ class RegionPool:
             if not self._closed:
                 self._free.append(region)
                 return
-        self._device.release(region)
+        self.discard(region)
 
     def discard(self, region: Region) -> None:
         """Give a region's space back, after a failure or when the NVMe is full."""
@@ -88,4 +97,4 @@ class RegionPool:
             self._closed = True
             free, self._free = self._free, []
         for region in free:
-            self._device.release(region)
+            self.discard(region)

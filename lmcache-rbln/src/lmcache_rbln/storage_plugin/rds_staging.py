@@ -8,7 +8,7 @@ allocation until its last reference is gone.
 
 # Standard
 from collections import deque
-from typing import Any
+from collections.abc import Callable
 import threading
 
 # Third Party
@@ -43,14 +43,12 @@ class Slot:
         number: Names it.
         payload: Flat uint8 tensor on the device, covering its storage.
         header: 4096 bytes on the device, covering its storage.
-        busy: Event behind device work of its last user, or ``None``.
     """
 
     def __init__(self, number: int, device: RDSDevice, payload_bytes: int) -> None:
         self.number = number
         self.payload = device.empty(payload_bytes)
         self.header = device.empty(HEADER_BYTES)
-        self.busy: Any = None
 
 
 class StagedMemoryObj(TensorMemoryObj):
@@ -62,8 +60,7 @@ class StagedMemoryObj(TensorMemoryObj):
         block_size: Tokens per block of that layout; 0 if it has no blocks.
         payload_bytes: Bytes of the slot that the chunk fills; more than LMCache's size
             of it where its last block is filled in part.
-        ready: Event behind the last device work on the slot, or ``None`` if there is
-            none under way; whoever leaves work in flight on it sets this.
+        retired: Whether the slot must not be used again.
     """
 
     def __init__(
@@ -74,17 +71,11 @@ class StagedMemoryObj(TensorMemoryObj):
         self.layout = TOKEN_MAJOR
         self.block_size = 0
         self.payload_bytes = metadata.get_size()
-        self.ready: Any = None
+        self.retired = False
 
-    def wait_ready(self) -> None:
-        """Wait until the device work on the slot is done.
-
-        Raises:
-            RuntimeError: It failed.
-        """
-        event, self.ready = self.ready, None
-        if event is not None:
-            event.synchronize()
+    def retire(self) -> None:
+        """Never use the slot again: device work on it may be under way for ever."""
+        self.retired = True
 
 
 class StagingAllocator(MemoryAllocatorInterface):
@@ -123,6 +114,8 @@ class StagingAllocator(MemoryAllocatorInterface):
             ) from error
         self._free = deque(slots)
         self._used: set[int] = set()
+        # Not let go either: their memory is not for others.
+        self._retired: list[Slot] = []
         self._lock = threading.Condition()
         self._closed = False
 
@@ -185,12 +178,6 @@ class StagingAllocator(MemoryAllocatorInterface):
             obj = StagedMemoryObj(slot, metadata, self)
             # Not the object: one that is lost gives its slot back when it is collected.
             self._used.add(slot.number)
-        busy, slot.busy = slot.busy, None
-        if busy is not None:
-            try:
-                busy.synchronize()
-            except RuntimeError as error:
-                logger.warning("Device work on RDS staging memory failed: %s", error)
         return obj
 
     def batched_allocate(
@@ -202,14 +189,7 @@ class StagingAllocator(MemoryAllocatorInterface):
         allocator_type: str | None = None,
     ) -> list[MemoryObj] | None:
         """Take several free slots, or none; see the interface."""
-        objs: list[MemoryObj] = []
-        for _ in range(batch_size):
-            obj = self.allocate(shapes, dtypes, fmt)
-            if obj is None:
-                self.batched_free(objs)
-                return None
-            objs.append(obj)
-        return objs
+        return all_or_none(lambda: self.allocate(shapes, dtypes, fmt), batch_size)
 
     def free(self, memory_obj: MemoryObj, allocator_type: str | None = None) -> None:
         """Give an object's slot back; a second time does nothing.
@@ -224,10 +204,8 @@ class StagingAllocator(MemoryAllocatorInterface):
                 return
             memory_obj.invalidate()
             slot = memory_obj.slot
-            # Device work may still be under way; the next user of the slot waits.
-            slot.busy, memory_obj.ready = memory_obj.ready, None
             self._used.discard(slot.number)
-            self._free.append(slot)
+            (self._retired if memory_obj.retired else self._free).append(slot)
             self._lock.notify_all()
 
     def batched_free(
@@ -247,9 +225,10 @@ class StagingAllocator(MemoryAllocatorInterface):
             return len(self._free)
 
     def memcheck(self) -> bool:
-        """Tell whether every slot is either free or held, once."""
+        """Tell whether every slot is free, held or retired, once."""
         with self._lock:
-            numbers = [slot.number for slot in self._free] + list(self._used)
+            slots = [*self._free, *self._retired]
+            numbers = [slot.number for slot in slots] + list(self._used)
         return sorted(numbers) == list(range(self.num_slots))
 
     def close(self) -> None:
@@ -257,3 +236,26 @@ class StagingAllocator(MemoryAllocatorInterface):
         with self._lock:
             self._closed = True
             self._lock.notify_all()
+
+
+def all_or_none(
+    allocate: Callable[[], MemoryObj | None], count: int
+) -> list[MemoryObj] | None:
+    """Call a function that takes memory so many times.
+
+    Args:
+        allocate: Takes memory; ``None`` if there is none.
+        count: How often.
+
+    Returns:
+        What it took; ``None``, and all is given back, if it failed once.
+    """
+    objs: list[MemoryObj] = []
+    for _ in range(count):
+        obj = allocate()
+        if obj is None:
+            for taken in objs:
+                taken.ref_count_down()
+            return None
+        objs.append(obj)
+    return objs

@@ -2,7 +2,8 @@
 """Chunks between staging memory and the NVMe, each with a header that proves it."""
 
 # Standard
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 # Third Party
@@ -12,9 +13,10 @@ import torch
 from lmcache.logging import init_logger
 
 # Local
+from ..device_streams import InFlightError, streams_of
 from .rds_checksum import DeviceChecksum
 from .rds_device import RDSDevice, RDSError, Region, aligned
-from .rds_header import HEADER_BYTES, NO_CHECKSUM, ChunkHeader, HeaderError, decode
+from .rds_header import HEADER_BYTES, NO_CHECKSUM, ChunkHeader, mismatch
 from .rds_staging import StagedMemoryObj
 
 logger = init_logger(__name__)
@@ -68,6 +70,7 @@ class ChunkTransfer:
     def __init__(self, device: RDSDevice, checksum_kind: str) -> None:
         self._device = device
         self._kind = checksum_kind
+        self._streams = streams_of(device.device)
         self._checksum = DeviceChecksum(device.device)
 
     def write(self, batch: Sequence[Write]) -> list[ChunkHeader]:
@@ -84,16 +87,16 @@ class ChunkTransfer:
                 written.
         """
         try:
-            for item in batch:
-                item.obj.wait_ready()
             with self._device.batch() as transfers:
                 for item in batch:
                     transfers.write(item.region, HEADER_BYTES, item.obj.slot.payload)
                 # While the NVMe is busy with the payloads.
                 headers = [self._header_of(item) for item in batch]
-            for item, header in zip(batch, headers, strict=True):
-                data = torch.frombuffer(bytearray(header.encode()), dtype=torch.uint8)
-                item.obj.slot.header.copy_(data)
+            objs = [item.obj for item in batch]
+            with _reuse_only_if_idle(objs), self._streams.transfer():
+                for obj, header in zip(objs, headers, strict=True):
+                    data = bytearray(header.encode())
+                    obj.slot.header.copy_(torch.frombuffer(data, dtype=torch.uint8))
             with self._device.batch() as transfers:
                 for item in batch:
                     transfers.write(item.region, 0, item.obj.slot.header)
@@ -112,22 +115,27 @@ class ChunkTransfer:
         """
         unverified: list[Read] = []
         for group in _groups(batch):
-            try:
-                with self._device.batch() as transfers:
-                    for item in group:
-                        slot = item.obj.slot
-                        transfers.read(item.region, 0, slot.header)
-                        transfers.read(item.region, HEADER_BYTES, slot.payload)
-                    self._verify(unverified)
-                    unverified = []
-            except RuntimeError as error:
-                for item in group:
-                    item.error = str(error)
-                self._verify(unverified)
-                unverified = []
-            else:
-                unverified = group
+            unverified = self._read_group(group, unverified)
         self._verify(unverified)
+
+    def _read_group(self, group: list[Read], unverified: list[Read]) -> list[Read]:
+        """Read a group and verify another meanwhile; returns what is to be verified."""
+        try:
+            with self._device.batch() as transfers:
+                for item in group:
+                    slot = item.obj.slot
+                    transfers.read(item.region, 0, slot.header)
+                    transfers.read(item.region, HEADER_BYTES, slot.payload)
+                self._verify(unverified)
+            return group
+        except Exception as error:
+            for item in group:
+                item.error = str(error)
+        self._verify(unverified)
+        if len(group) == 1:
+            return []
+        # It is not told which one failed: the others are sound.
+        return [item for one in group for item in self._read_group([one], [])]
 
     def _header_of(self, item: Write) -> ChunkHeader:
         obj = item.obj
@@ -140,34 +148,43 @@ class ChunkTransfer:
             layout=obj.layout,
             block_size=obj.block_size,
             checksum_kind=self._kind,
-            checksum=(
-                self._checksum.digest(obj.slot.payload, obj.payload_bytes)
-                if full
-                else NO_CHECKSUM
-            ),
+            checksum=self._digest(obj, obj.payload_bytes) if full else NO_CHECKSUM,
         )
 
-    def _verify(self, items: Sequence[Read]) -> None:
-        for item in items:
+    def _verify(self, items: list[Read]) -> None:
+        """Verify chunks and empty the list; what one of them raises is its own miss."""
+        while items:
+            item = items.pop()
             try:
                 item.error = self._mismatch(item)
                 item.damaged = item.error is not None
-            except RuntimeError as error:
-                item.error = f"the device failed: {error}"
+            except Exception as error:
+                item.error = f"it could not be verified: {error!r}"
 
     def _mismatch(self, item: Read) -> str | None:
-        slot, wanted = item.obj.slot, item.header
-        try:
-            found = decode(slot.header.cpu().numpy().tobytes())
-        except HeaderError as error:
-            return str(error)
-        if found != wanted:
-            return f"its header says {found}, wanted {wanted}"
-        if wanted.checksum_kind == "full":
-            digest = self._checksum.digest(slot.payload, wanted.payload_bytes)
-            if digest != wanted.checksum:
-                return "the checksum of its payload is wrong"
+        obj, wanted = item.obj, item.header
+        with _reuse_only_if_idle([obj]), self._streams.transfer():
+            header = obj.slot.header.cpu()
+        why = mismatch(header.numpy().tobytes(), wanted)
+        if why is not None or wanted.checksum_kind != "full":
+            return why
+        if self._digest(obj, wanted.payload_bytes) != wanted.checksum:
+            return "the checksum of its payload is wrong"
         return None
+
+    def _digest(self, obj: StagedMemoryObj, nbytes: int) -> bytes:
+        with _reuse_only_if_idle([obj]):
+            return self._checksum.digest(obj.slot.payload, nbytes)
+
+
+@contextmanager
+def _reuse_only_if_idle(objs: Iterable[StagedMemoryObj]) -> Iterator[None]:
+    try:
+        yield
+    except InFlightError:
+        for obj in objs:
+            obj.retire()
+        raise
 
 
 def region_bytes(slot_bytes: int) -> int:
