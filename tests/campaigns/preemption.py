@@ -33,13 +33,13 @@ from examples.rbln_demo.servers import (
     CacheServerConfig,
 )
 
-BLOCK = 128
-CHUNK = 256
+BLOCK = 32
+CHUNK = 64
 NUM_BLOCKS = 14
-LONGEST = 1024
+LONGEST = 256
 # Lengths around chunks and blocks; answers that grow into the second block behind.
-PROMPT_LENGTHS = (120, 128, 250, 256, 257, 300, 380, 384, 500, 512, 513)
-ANSWER = 300
+PROMPT_LENGTHS = (30, 32, 62, 64, 65, 75, 95, 96, 125, 128, 129)
+ANSWER = 75
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -183,7 +183,7 @@ def environment_of(options: argparse.Namespace) -> dict[str, str]:
         "PYTHONHASHSEED": "0",
         "LMCACHE_LOCAL_CPU": "True",
         # Chunks are evicted now and then.
-        "LMCACHE_MAX_LOCAL_CPU_SIZE": "0.004",
+        "LMCACHE_MAX_LOCAL_CPU_SIZE": "0.001",
         "LMCACHE_CHUNK_SIZE": str(CHUNK),
         "LMCACHE_USE_LAYERWISE": "False",
         "RBLN_SIM_DEFERRED": os.environ.get("RBLN_SIM_DEFERRED", "1"),
