@@ -255,7 +255,7 @@ class Engine:
         self.preempted = [other for other in self.preempted if other != name]
 
 
-PARAMS = (
+PARAMS: tuple[Any, ...] = (
     None,
     {},
     {"disagg_spec": {}},

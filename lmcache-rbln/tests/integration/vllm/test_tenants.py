@@ -82,7 +82,7 @@ class Tier:
             self.name,
             config,
             metadata,
-            self.device,
+            self.device,  # type: ignore[arg-type]
             lambda tensor, source: None,
             lambda value, source: value,
         )
