@@ -49,7 +49,7 @@ class PagedKV:
 class Tier:
     """LMCache's engine with a lookup client, as scheduler and worker have them."""
 
-    def __init__(self, algorithm: str, **settings: Any) -> None:
+    def __init__(self, **settings: Any) -> None:
         # First Party
         from lmcache.v1.cache_engine import LMCacheEngineBuilder
         from lmcache.v1.config import LMCacheEngineConfig
@@ -58,11 +58,12 @@ class Tier:
         )
         from lmcache.v1.metadata import LMCacheMetadata
 
+        read = LMCacheEngineConfig.from_env()
         config = LMCacheEngineConfig.from_defaults(
             chunk_size=CHUNK,
             max_local_cpu_size=0.01,
             save_unfull_chunk=False,
-            pre_caching_hash_algorithm=algorithm,
+            pre_caching_hash_algorithm=read.pre_caching_hash_algorithm,
             **settings,
         )
         metadata = LMCacheMetadata(
@@ -121,13 +122,14 @@ class Tier:
 
 
 @pytest.fixture(params=["builtin", "sha256_cbor"])
-def algorithm(request: pytest.FixtureRequest) -> str:
+def algorithm(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("LMCACHE_PRE_CACHING_HASH_ALGORITHM", request.param)
     return str(request.param)
 
 
 @pytest.fixture
 def cpu(algorithm: str) -> Iterator[Tier]:
-    tier = Tier(algorithm)
+    tier = Tier()
     yield tier
     tier.close()
 
@@ -139,7 +141,7 @@ def test_tenants_are_apart_in_host_memory(cpu: Tier) -> None:
 
 def test_tenants_are_apart_on_a_tier_that_outlives_the_engine(tmp_path: Path) -> None:
     settings = {"remote_url": f"fs://host:0/{tmp_path}", "local_cpu": False}
-    first = Tier("sha256_cbor", **settings)
+    first = Tier(**settings)
     assert [first.ask(salt, i) for i, salt in enumerate(TENANTS)] == [0, 0, 0]
     # LMCache writes behind.
     deadline = time.monotonic() + 60
@@ -147,7 +149,7 @@ def test_tenants_are_apart_on_a_tier_that_outlives_the_engine(tmp_path: Path) ->
         assert time.monotonic() < deadline, "the chunks were not written"
         time.sleep(0.01)
     # One more engine is a restart, as far as keys go.
-    second = Tier("sha256_cbor", **settings)
+    second = Tier(**settings)
     assert [second.ask(salt, i) for i, salt in enumerate(TENANTS)] == [WHOLE] * 3
     assert second.ask("tenant-C", 9) == 0
 
@@ -161,9 +163,11 @@ def collision(database: Any) -> tuple[list[int], list[int]]:
     return chunk, [chunk[0] + 2**61 - 1, *chunk[1:]]
 
 
-def test_sha256_cbor_is_what_the_documentation_recommends(cpu: Tier) -> None:
+def test_sha256_cbor_is_what_the_documentation_recommends(
+    cpu: Tier, algorithm: str
+) -> None:
     """Python's hash is made for speed: who knows the seed can make collisions."""
     database: Any = cpu.engine.token_database
     one, other = collision(database)
     equal = database._hash_tokens(one) == database._hash_tokens(other)
-    assert equal == (cpu.engine.config.pre_caching_hash_algorithm == "builtin")
+    assert equal == (algorithm == "builtin")
