@@ -15,6 +15,7 @@ from tests.e2e.inprocess.engines import EnginePool, InProcessEngine
 
 CHUNK = 256
 PREEMPTIONS = "vllm:num_preemptions_total"
+RUNNING = "vllm:num_requests_running"
 
 
 @pytest.fixture
@@ -251,7 +252,8 @@ def test_a_client_s_parameters_end_nothing(
     assert tuple(answer["choices"][0]["token_ids"]) == plain.token_ids
     # The client hangs up before the first token.
     engine.order("go-slow")
-    hasty = OpenRequest(engine, engine.prompt(7 * 128, "hasty"), 4, **odd)
+    hasty = OpenRequest(engine, engine.prompt(7 * 128, "hasty"), 100, **odd)
+    engine.wait(lambda: engine.count(RUNNING) == 1, "the request")
     hasty.abort()
     engine.cancel("go-slow")
     check_nothing_is_held(engine)
