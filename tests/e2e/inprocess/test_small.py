@@ -11,6 +11,7 @@ import pytest
 
 # First Party
 from examples.rbln_demo.servers import HOST
+from tests.campaigns import client_fuzz
 from tests.e2e.inprocess.engines import EnginePool, InProcessEngine
 
 CHUNK = 256
@@ -256,4 +257,13 @@ def test_a_client_s_parameters_end_nothing(
     engine.wait(lambda: engine.count(RUNNING) == 1, "the request")
     hasty.abort()
     engine.cancel("go-slow")
+    check_nothing_is_held(engine)
+
+
+def test_a_few_clients_as_they_should_not_be(engine: InProcessEngine) -> None:
+    """The campaign's first requests; all of it is run by hand."""
+    options = client_fuzz.parse(["--requests", "30"])
+    done = client_fuzz.send_all(engine.engine.port, options)
+    assert sum(done.values()) == 30
+    client_fuzz.wait_idle(engine.engine)
     check_nothing_is_held(engine)

@@ -12,7 +12,7 @@ import logging
 import random
 
 # Third Party
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 import pytest
 
@@ -268,6 +268,7 @@ PARAMS: tuple[Any, ...] = (
 )
 
 
+@settings(max_examples=20)
 @given(st.integers(0, 10**6))
 def test_vllm_s_objects_stay_as_they_were(seed: int) -> None:
     chance = random.Random(seed)

@@ -39,9 +39,14 @@ def request(
     lora = (
         SimpleNamespace(lora_name=adapter[0], lora_path=adapter[1]) if adapter else None
     )
-    return SimpleNamespace(
-        cache_salt=salt, lora_request=lora, kv_transfer_params=params, **more
-    )
+    known = {
+        "cache_salt": salt,
+        "lora_request": lora,
+        "kv_transfer_params": params,
+        "prompt_embeds": None,
+        "skip_reading_prefix_cache": False,
+    }
+    return SimpleNamespace(**(known | more))
 
 
 def identity(*parts: Any) -> str:

@@ -98,7 +98,14 @@ class Tier:
         # First Party
         from lmcache_rbln.integration.vllm.request_identity import terms_of
 
-        terms = terms_of(SimpleNamespace(cache_salt=salt))
+        asking = SimpleNamespace(
+            cache_salt=salt,
+            lora_request=None,
+            kv_transfer_params=None,
+            prompt_embeds=None,
+            skip_reading_prefix_cache=False,
+        )
+        terms = terms_of(asking)
         request = uuid.uuid4().hex
         found = self.client.lookup(PROMPT, request, terms.lookup_configs())
         assert found is not None

@@ -72,15 +72,16 @@ def terms_of(request: Any) -> CacheTerms:
         NotCacheableError: Its KV is not determined by tokens and an identity, or it
             needs its whole prompt computed.
     """
-    if getattr(request, "prompt_embeds", None) is not None:
+    # Read without a default: an identity that vLLM renames must not be overlooked.
+    if request.prompt_embeds is not None:
         raise NotCacheableError("its prompt is embeddings, which LMCache can't key")
-    if getattr(request, "skip_reading_prefix_cache", False):
+    if request.skip_reading_prefix_cache:
         # Prompt log-probabilities would be missing for loaded tokens.
         raise NotCacheableError("it needs its whole prompt computed")
-    tags, skip_save, warnings = _read(getattr(request, "kv_transfer_params", None))
-    salt = getattr(request, "cache_salt", None)
-    adapter = _adapter(getattr(request, "lora_request", None))
-    return CacheTerms(_identity(salt, adapter, tags), skip_save, tuple(warnings))
+    tags, skip_save, warnings = _read(request.kv_transfer_params)
+    adapter = _adapter(request.lora_request)
+    identity = _identity(request.cache_salt, adapter, tags)
+    return CacheTerms(identity, skip_save, tuple(warnings))
 
 
 def _read(params: object) -> tuple[dict[str, Any], bool, list[str]]:
@@ -123,10 +124,7 @@ def _adapter(lora_request: Any) -> list[Any] | None:
     """What tells LoRA adapters apart, also after a restart with another one."""
     if lora_request is None:
         return None
-    return [
-        getattr(lora_request, "lora_name", None),
-        getattr(lora_request, "lora_path", None),
-    ]
+    return [lora_request.lora_name, lora_request.lora_path]
 
 
 def _identity(salt: Any, adapter: list[Any] | None, tags: dict[str, Any]) -> str:
