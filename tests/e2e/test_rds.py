@@ -8,13 +8,15 @@ from pathlib import Path
 import pytest
 
 # First Party
-from examples.rbln_demo.client import RequestFailedError
+from examples.rbln_demo.client import RequestFailedError, post_json
 from examples.rbln_demo.runtime import Runtime
+from examples.rbln_demo.servers import HOST
 from tests.e2e.rds_server import (
     CHUNK,
     REJECTED,
     STAGING_FAILURES,
     WRITE_FAILURES,
+    WRITTEN,
     Server,
     extra_config,
     prompt_of,
@@ -51,12 +53,27 @@ def test_the_documented_launch(runtime: Runtime, shared: Path, tmp_path: Path) -
         [warm] = server.ask(clear.tokens)
         assert cold.token_ids == warm.token_ids == clear.answer
         assert warm.cached_tokens == CHUNK
+        check_tenants(server)
         assert server.total(WRITE_FAILURES) == server.total(REJECTED) == 0
     log = server.process.log()
     assert "Stored 1024 out of total" in log
     assert "Retrieved 2048 out of 2048 required tokens" in log
     assert "RDS batched write failed" not in log
     assert "degraded mode" not in log
+
+
+def check_tenants(server: Server) -> None:
+    """Each finds what it stored itself, and nothing else."""
+    url = f"http://{HOST}:{server.port}/v1/completions"
+    body = {"model": "m", "prompt": prompt_of("tenants", CHUNK + 100), "max_tokens": 1}
+    salts: list[dict[str, str]] = [{"cache_salt": "A"}, {"cache_salt": "B"}, {}]
+    written = server.total(WRITTEN)
+    for hits in (0, CHUNK):
+        for salt in salts:
+            usage = post_json(url, body | salt, timeout_s=300)["usage"]
+            details = usage["prompt_tokens_details"] or {}
+            assert (details.get("cached_tokens") or 0) == hits
+        server.wait_for(WRITTEN, written + len(salts))
 
 
 def test_two_npus_answer_as_none_cached_and_raise(

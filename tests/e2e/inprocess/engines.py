@@ -11,9 +11,14 @@ import random
 
 # First Party
 from examples.rbln_demo import tiny_models
-from examples.rbln_demo.client import Completion, Counters, RequestFailedError
+from examples.rbln_demo.client import (
+    Completion,
+    Counters,
+    RequestFailedError,
+    post_json,
+)
 from examples.rbln_demo.runtime import Runtime, own_machine
-from examples.rbln_demo.servers import Engine, EngineConfig
+from examples.rbln_demo.servers import HOST, Engine, EngineConfig
 from tests.e2e.serving import serving_environment
 from tests.e2e.stack import ENGINE_SIDE, HITS, wait_until
 from tests.support.documents import EXTENSION_PAGE, launch
@@ -177,6 +182,19 @@ class InProcessEngine:
         completions = self.engine.complete(list(prompts), new_tokens)
         self.engine.process.check_running()
         return completions
+
+    def post(self, prompt: list[int], **body: Any) -> Any:
+        """Send a request with more than a prompt in it; returns the answer's JSON."""
+        whole = {
+            "model": self.engine.served_name,
+            "prompt": prompt,
+            "max_tokens": 4,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        url = f"http://{HOST}:{self.engine.port}/v1/completions"
+        return post_json(url, whole | body, timeout_s=300)
 
     def counters(self) -> Counters:
         """Its Prometheus page."""

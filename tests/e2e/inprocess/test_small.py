@@ -2,6 +2,7 @@
 """Few blocks, a small CPU tier, late copies: nothing is lost, mixed up or leaked."""
 
 # Standard
+from typing import Any
 import http.client
 import json
 
@@ -10,11 +11,13 @@ import pytest
 
 # First Party
 from examples.rbln_demo.servers import HOST
+from tests.campaigns import client_fuzz
 from tests.e2e.inprocess.engines import EnginePool, InProcessEngine
 from tests.e2e.messages import assert_logged
 
 CHUNK = 256
 PREEMPTIONS = "vllm:num_preemptions_total"
+RUNNING = "vllm:num_requests_running"
 
 
 @pytest.fixture
@@ -25,8 +28,11 @@ def engine(engines: EnginePool) -> InProcessEngine:
 class OpenRequest:
     """A request whose answer is not waited for."""
 
-    def __init__(self, engine: InProcessEngine, prompt: list[int], new: int) -> None:
+    def __init__(
+        self, engine: InProcessEngine, prompt: list[int], new: int, **more: object
+    ) -> None:
         body = {
+            **more,
             "model": engine.engine.served_name,
             "prompt": prompt,
             "max_tokens": new,
@@ -205,4 +211,63 @@ def test_abort_at_every_stage(engine: InProcessEngine) -> None:
 
     [warm] = engine.ask(known)
     assert warm.token_ids == cold.token_ids
+    check_nothing_is_held(engine)
+
+
+def cached(answer: dict[str, Any]) -> int:
+    """Prompt tokens that were not computed."""
+    details = answer["usage"]["prompt_tokens_details"] or {}
+    return int(details.get("cached_tokens") or 0)
+
+
+def test_tenants_share_nothing(engine: InProcessEngine) -> None:
+    prompt = engine.prompt(600, "tenants")
+    salts: list[dict[str, str]] = [{"cache_salt": "A"}, {"cache_salt": "B"}, {}]
+    cold = [engine.post(prompt, **salt) for salt in salts]
+    assert [cached(answer) for answer in cold] == [0, 0, 0]
+    warm = [engine.post(prompt, **salt) for salt in salts]
+    assert [cached(answer) for answer in warm] == [2 * CHUNK] * 3
+    answers = {str(answer["choices"][0]["token_ids"]) for answer in [*cold, *warm]}
+    assert len(answers) == 1
+    # A client's tags keep apart too, and 1 is not true.
+    tags = [{"lmcache.tag.u": value} for value in (1, True, ["a"])]
+    tagged = [engine.post(prompt, kv_transfer_params=tag) for tag in tags]
+    assert [cached(answer) for answer in tagged] == [0, 0, 0]
+    check_nothing_is_held(engine)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"kv_transfer_params": {"lmcache.tag.u": ["a"]}},
+        {"kv_transfer_params": {"disagg_spec": {}}},
+        {"kv_transfer_params": {"ret_first_tok": 1}},
+        {"kv_transfer_params": {"lmcache.skip_save": "perhaps"}},
+        {"vllm_xargs": {"kv_transfer_params": 5}},
+        {"vllm_xargs": {"kv_transfer_params": "ret_first_tok"}},
+    ],
+    ids=lambda odd: str(odd).translate({ord(c): None for c in "{}[]' "}),
+)
+def test_a_client_s_parameters_end_nothing(
+    engine: InProcessEngine, odd: dict[str, Any]
+) -> None:
+    prompt = engine.prompt(300, "odd parameters")
+    [plain] = engine.ask(prompt, new_tokens=4)
+    answer = engine.post(prompt, **odd)
+    assert tuple(answer["choices"][0]["token_ids"]) == plain.token_ids
+    # The client hangs up before the first token.
+    engine.order("go-slow")
+    hasty = OpenRequest(engine, engine.prompt(7 * 128, "hasty"), 100, **odd)
+    engine.wait(lambda: engine.count(RUNNING) == 1, "the request")
+    hasty.abort()
+    engine.cancel("go-slow")
+    check_nothing_is_held(engine)
+
+
+def test_a_few_clients_as_they_should_not_be(engine: InProcessEngine) -> None:
+    """The campaign's first requests; all of it is run by hand."""
+    options = client_fuzz.parse(["--requests", "30"])
+    done = client_fuzz.send_all(engine.engine.port, options)
+    assert sum(done.values()) == 30
+    client_fuzz.wait_idle(engine.engine)
     check_nothing_is_held(engine)

@@ -7,6 +7,7 @@ from __future__ import annotations
 # Standard
 from typing import Any
 import inspect
+import re
 
 # Third Party
 import pytest
@@ -93,7 +94,7 @@ def test_vllm_rbln_finds_its_hook_and_the_class() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["_manager", "_invalid_block_ids", "_request_trackers", "_unfinished_requests"]
+    ["_manager", "_invalid_block_ids", "_request_trackers"]
     + ["_requests_priority", "load_specs", "kv_caches", "device", "_block_size"],
 )
 def test_what_we_use_of_lmcache_s_adapter_is_there(name: str) -> None:
@@ -115,5 +116,24 @@ def test_what_we_use_of_vllm_s_requests_is_there() -> None:
         "drop_stale_output",
         "num_output_placeholders",
         "spec_token_ids",
+        "cache_salt",
+        "lora_request",
+        "prompt_embeds",
+        "kv_transfer_params",
+        "skip_reading_prefix_cache",
     ):
         assert f"self.{name}" in source
+
+
+def test_vllm_hashes_no_identity_that_we_do_not_know() -> None:
+    """Or else LMCache would share KV where vLLM does not."""
+    # Third Party
+    from vllm.v1.core import kv_cache_utils
+
+    source = "".join(
+        inspect.getsource(function)
+        for name, function in inspect.getmembers(kv_cache_utils, inspect.isfunction)
+        if name.endswith(("_extra_hash_keys", "_hash_extra_keys"))
+    )
+    read = set(re.findall(r"request\.([a-z]\w*)", source)) - {"lora_name"}
+    assert read == {"cache_salt", "lora_request", "mm_features", "prompt_embeds"}

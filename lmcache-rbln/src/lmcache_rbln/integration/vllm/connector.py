@@ -23,6 +23,7 @@ from lmcache.integration.vllm.lmcache_connector_v1 import LMCacheConnectorV1Dyna
 from lmcache.integration.vllm.vllm_v1_adapter import LMCacheConnectorMetadata
 from lmcache.logging import init_logger
 from lmcache_rbln.integration.vllm import service, startup_checks
+from lmcache_rbln.integration.vllm.handover import RequestView, copied_step, view_of
 from lmcache_rbln.integration.vllm.recovery import UnloadedBlocks, roll_back
 from lmcache_rbln.settings import RECOMPUTE, Settings
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     # Third Party
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -88,6 +90,8 @@ class RBLNLMCacheConnectorV1(LMCacheConnectorV1Dynamic):
         #: Requests that ended between their lookup and their first step.
         self._dropped_lookups: list[str] = []
         self._recovered_blocks: list[int] = []
+        #: Requests until they end; ``None`` for one that LMCache does not see.
+        self._views: dict[str, RequestView | None] = {}
         self._unloaded = UnloadedBlocks(vllm_config.cache_config.block_size)
         self._shutdown_once = threading.Lock()
         if role == KVConnectorRole.SCHEDULER:
@@ -179,6 +183,7 @@ class RBLNLMCacheConnectorV1(LMCacheConnectorV1Dynamic):
                 kv.dtype,
                 kv.kv_format,
             )
+        kv_caches = dict(kv_caches)
         if self._lmcache_engine.kv_caches:
             self._lmcache_engine.kv_caches = kv_caches
             return
@@ -245,6 +250,44 @@ class RBLNLMCacheConnectorV1(LMCacheConnectorV1Dynamic):
     # ==============================
     # Scheduler-side methods
     # ==============================
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Look a request up.
+
+        Args:
+            request: The request.
+            num_computed_tokens: Its tokens that the NPU holds.
+
+        Returns:
+            Tokens to load beyond those, ``None`` if that is not known yet; and that
+            the load is complete before the step.
+        """
+        view: Any = self._view(request)
+        if view is None:
+            return 0, False
+        return super().get_num_new_matched_tokens(view, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """Note that a request has its blocks.
+
+        Args:
+            request: The request.
+            blocks: Its blocks.
+            num_external_tokens: Tokens to load.
+        """
+        view: Any = self._view(request)
+        if view is not None:
+            super().update_state_after_alloc(view, blocks, num_external_tokens)
+
+    def _view(self, request: Request) -> RequestView | None:
+        request_id = request.request_id
+        if request_id not in self._views:
+            self._views[request_id] = view_of(request)
+        return self._views[request_id]
+
     def build_connector_meta(
         self, scheduler_output: SchedulerOutput
     ) -> KVConnectorMetadata:
@@ -256,7 +299,8 @@ class RBLNLMCacheConnectorV1(LMCacheConnectorV1Dynamic):
         Returns:
             What the workers load, store and release.
         """
-        metadata = super().build_connector_meta(scheduler_output)
+        step = copied_step(scheduler_output, self._views)
+        metadata = super().build_connector_meta(step)
         assert isinstance(metadata, LMCacheConnectorMetadata)
         dropped, self._dropped_lookups = self._dropped_lookups, []
         recovered, self._recovered_blocks = self._recovered_blocks, []
@@ -271,7 +315,7 @@ class RBLNLMCacheConnectorV1(LMCacheConnectorV1Dynamic):
         invalid = connector_output.invalid_block_ids
         if invalid and self._settings.load_failure_policy == RECOMPUTE:
             roll_back(
-                self._lmcache_engine._unfinished_requests,
+                {name: view.request for name, view in self._views.items() if view},
                 self._lmcache_engine._request_trackers,
                 invalid,
                 self._lmcache_engine._block_size,
@@ -292,10 +336,13 @@ class RBLNLMCacheConnectorV1(LMCacheConnectorV1Dynamic):
             Whether its blocks must be kept, and parameters for its answer.
         """
         request_id = request.request_id
+        view: Any = self._views.pop(request_id, None)
+        if view is None:
+            return False, None
+        self._lmcache_engine._requests_priority.pop(request_id, None)
         if self._lmcache_engine.load_specs.pop(request_id, None) is not None:
             # Looked up but never scheduled: no step will release its pins.
-            self._lmcache_engine._requests_priority.pop(request_id, None)
             if self._lmcache_engine.lookup_client is not None:
                 self._lmcache_engine.lookup_client.clear_lookup_status(request_id)
             self._dropped_lookups.append(request_id)
-        return super().request_finished(request, block_ids)
+        return super().request_finished(view, block_ids)
