@@ -73,6 +73,25 @@ def test_lmcache_driven_fails_at_validation(runtime: Runtime, folder: Path) -> N
     assert "engine_driven" in reason
 
 
+def test_a_server_in_the_wrong_mode_is_named(runtime: Runtime, folder: Path) -> None:
+    """It drops the registration without a word, which took 300 s to be noticed."""
+    config = StackConfig("wrong-mode", transfer_mode="lmcache_driven")
+    stack = own_stack(config, runtime, folder)
+    try:
+        with pytest.raises(ServerFailedError, match="ended with status 1"):
+            stack.start()
+        assert "No handler registered" in stack.cache.process.log()
+    finally:
+        stack.stop()
+    log = stack.engine.process.log()
+    said = [line for line in log.splitlines() if line.startswith("(EngineCore")]
+    wanted = (
+        "The LMCache server answers, but not to the registration of an engine-driven "
+        "worker. Start the server with `--supported-transfer-mode engine_driven`"
+    )
+    assert wanted in said[-1], log
+
+
 @pytest.mark.sim
 def test_held_npu_fails_at_first_use_and_names_the_holder(
     runtime: Runtime, folder: Path

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker of LMCache's server whose device fails, run as a process of its own.
+"""A worker of LMCache's server, run as a process of its own, with no engine around it.
 
-``python mp_worker.py PORT SYNC`` stores, restores and gives up, and prints what came of
-it as one JSON object. ``RBLN_SIM_FAULTS`` says which copies fail: the first gather and
-the first scatter. ``SYNC`` is 1 for LMCache's synchronous stores.
+``python mp_worker.py PORT STEPS`` does what ``STEPS`` says, a JSON list of
+``[METHOD, ARGUMENT, ...]`` of :class:`Worker`, and prints what each returned as one
+JSON list. All workers have the same KV in the same blocks.
 """
 
 # Future
@@ -37,9 +37,13 @@ TIMEOUT_S = 120.0
 
 
 class Worker:
-    """LMCache's worker adapter over a small KV cache."""
+    """LMCache's worker adapter over a small KV cache.
+
+    A request is named, and may have a cache salt.
+    """
 
     def __init__(self, port: int) -> None:
+        torch.manual_seed(0)
         self.host = [
             torch.randint(0, 1000, SHAPE, dtype=torch.int16).view(torch.bfloat16)
             for _ in range(LAYERS)
@@ -59,10 +63,14 @@ class Worker:
         )
         self.adapter.register_kv_caches(caches, layout_hints={})
 
-    def store(self, name: str) -> Any:
+    def context(self) -> str:
+        """Name of LMCache's class that moves the KV."""
+        return type(self.adapter.transfer_ctx).__name__
+
+    def store(self, name: str, salt: str = "") -> Any:
         """Store the prompt; returns the future's result."""
         event = self.adapter.create_recorded_event()
-        self.adapter.submit_store_request(name, self._op(FROM), event)
+        self.adapter.submit_store_request(name, self._op(FROM), event, salt)
         future = self.adapter.store_futures[name]
         # As vLLM does when it takes blocks away from a request.
         self.adapter.handle_preemptions(True)
@@ -70,10 +78,11 @@ class Worker:
         self.adapter.get_finished(set())
         return result
 
-    def found(self, name: str) -> int:
+    def found(self, name: str, salt: str = "") -> int:
         """Look the prompt up, which locks what is found; returns its chunks."""
         client = self.adapter.req_client
-        client.lookup(self._key(name).no_worker_id_version(), 1).result(TIMEOUT_S)
+        key = self._key(name, salt).no_worker_id_version()
+        client.lookup(key, 1).result(TIMEOUT_S)
         deadline = time.monotonic() + TIMEOUT_S
         while time.monotonic() < deadline:
             chunks = client.query_prefetch_status(name).result(TIMEOUT_S)
@@ -82,10 +91,10 @@ class Worker:
             time.sleep(0.05)
         raise TimeoutError("the lookup never ended")
 
-    def retrieve(self, name: str) -> dict[str, Any]:
+    def retrieve(self, name: str, salt: str = "") -> dict[str, Any]:
         """Restore the prompt into other blocks; returns what vLLM is told."""
         event = self.adapter.create_recorded_event()
-        self.adapter.submit_retrieve_request(name, self._op(TO), event)
+        self.adapter.submit_retrieve_request(name, self._op(TO), event, salt)
         _, finished = self.adapter.get_finished(set())
         return {
             "finished": sorted(finished or ()),
@@ -103,43 +112,38 @@ class Worker:
         )
 
     def prepare_only(self, name: str) -> int:
-        """Reserve slots for a prompt and never fill them; returns how many."""
+        """Reserve slots for another prompt and never fill them; returns how many."""
         context = self.adapter.transfer_ctx
         assert isinstance(context, worker_transfer.EngineDrivenTransferContext)
         prepared = context.engine_driven_context.prepare_store(
-            self._key(name, TOKENS[::-1]), self.adapter.instance_id
+            self._key(name, tokens=TOKENS[::-1]), self.adapter.instance_id
         )
         return 0 if prepared is None else len(prepared[0])
 
     def _op(self, block_ids: list[int]) -> LoadStoreOp:
         return LoadStoreOp(TOKENS, [block_ids], 0, len(TOKENS))
 
-    def _key(self, name: str, tokens: list[int] = TOKENS) -> Any:
-        return self.adapter._create_key(tokens, 0, len(tokens), request_id=name)
+    def _key(self, name: str, salt: str = "", tokens: list[int] = TOKENS) -> Any:
+        return self.adapter._create_key(
+            tokens, 0, len(tokens), request_id=name, cache_salt=salt
+        )
+
+
+def synchronous() -> None:
+    """Choose LMCache's synchronous stores, as for a device without streams."""
+    worker_transfer._supports_async_primitives = lambda: False
 
 
 def main() -> None:
     """Run every step; whatever raises is an error of the process."""
-    port, sync = int(sys.argv[1]), sys.argv[2] == "1"
-    if sync:
-        worker_transfer._supports_async_primitives = lambda: False
+    port, steps = int(sys.argv[1]), json.loads(sys.argv[2])
+    if steps[0] == ["synchronous"]:
+        synchronous()
+        del steps[0]
     worker = Worker(port)
-    said: dict[str, Any] = {
-        "context": type(worker.adapter.transfer_ctx).__name__,
-        "first store": worker.store("a"),
-        "found after it": worker.found("b"),
-        "second store": worker.store("c"),
-        "found then": worker.found("d"),
-        "first retrieve": worker.retrieve("d"),
-        "found again": worker.found("e"),
-        "second retrieve": worker.retrieve("e"),
-        "exact": worker.is_exact(),
-        "reserved": worker.prepare_only("f"),
-    }
-    for request in "abcdef":
-        worker.adapter.req_client.end_session(request).result(TIMEOUT_S)
+    print(json.dumps([getattr(worker, name)(*given) for name, *given in steps]))
+    # What vLLM does when it stops.
     worker.adapter.shutdown()
-    print(json.dumps(said))
 
 
 if __name__ == "__main__":

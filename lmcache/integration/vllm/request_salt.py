@@ -3,8 +3,8 @@
 
 vLLM keeps requests of different cache salts, LoRA adapters and prompt embeddings apart
 in its own prefix cache. The server's keys have tokens and a salt and nothing else, so
-everything else goes into the salt. Multimodal items are not among it: LMCache puts their
-hashes in place of their tokens.
+everything else goes into the salt. Multimodal items are not part of it: LMCache puts
+their hashes in place of their tokens.
 """
 
 # Future
@@ -64,5 +64,5 @@ def _digest(embeds: torch.Tensor) -> str:
     """Hash shape, type and bytes of prompt embeddings."""
     data = embeds.detach().cpu().contiguous()
     digest = hashlib.blake2b(f"{tuple(data.shape)} {data.dtype}".encode())
-    digest.update(data.view(torch.uint8).numpy())
+    digest.update(data.view(torch.uint8).numpy().data)
     return digest.hexdigest()

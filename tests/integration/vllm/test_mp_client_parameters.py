@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No ``kv_transfer_params`` of a client reaches the multiprocess scheduler unchecked."""
+"""What a client sends as ``kv_transfer_params`` ends no multiprocess engine."""
 
 # Future
 from __future__ import annotations
@@ -34,7 +34,8 @@ def tracker(params: dict[str, Any]) -> Any:
 
 def stored_tokens(params: dict[str, Any]) -> int:
     metadata = pytest.importorskip("lmcache.integration.vllm.lmcache_mp_metadata")
-    found = metadata.LMCacheMPRequestMetadata.GetStoreMetadata(tracker(params), 16, [16])
+    store = metadata.LMCacheMPRequestMetadata.GetStoreMetadata
+    found = store(tracker(params), 16, [16])
     return 0 if found is None else found.op.end
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which of an engine's KV cache groups RBLN transfers can move.
 
-A transfer takes every id of a scheduler block for one block of each layer's tensor. That
+A transfer takes the id of a scheduler block for one block of each layer's tensor. That
 holds for full attention. A sliding window is kept otherwise: vLLM-RBLN's tensor has one
 window a block (``RBLNSlidingWindowSpec``, and vLLM's ``SlidingWindowSpec`` without
 sub-block prefix caching), and vLLM puts the null block where the window has passed.
