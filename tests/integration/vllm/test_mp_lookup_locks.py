@@ -23,6 +23,10 @@ class Server:
     def __init__(self, found: int | None) -> None:
         self.found = found
         self.freed: list[tuple[int, int]] = []
+        self.asked = 0
+
+    def maybe_submit_lookup_request(self, *_: Any, **__: Any) -> None:
+        self.asked += 1
 
     def check_lookup_result(self, request_id: str) -> int | None:
         return self.found
@@ -48,6 +52,7 @@ def request_() -> Any:
         num_computed_tokens=0,
         status=vllm_request.RequestStatus.WAITING,
         kv_transfer_params=None,
+        skip_reading_prefix_cache=False,
     )
 
 
@@ -113,3 +118,14 @@ def test_a_request_aborted_with_nothing_locked(
     ours.get_num_new_matched_tokens(request_, 0)
     ours.request_finished(request_, [])
     assert server.freed == []
+
+
+def test_a_request_that_needs_its_whole_prompt_computed(request_: Any) -> None:
+    """As prompt log-probabilities do."""
+    server = Server(2 * CHUNK)
+    ours = connector(server)
+    request_.skip_reading_prefix_cache = True
+    assert ours.get_num_new_matched_tokens(request_, 0) == (0, False)
+    ours.update_state_after_alloc(request_, blocks(5), 0)
+    ours.request_finished(request_, [])
+    assert (server.asked, server.freed) == (0, [])
