@@ -1,6 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """LMCache beside the NPU's own cache, which is on where the user does not say no."""
 
+# Standard
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
+import json
+import time
+
 # Third Party
 import pytest
 
@@ -11,6 +18,7 @@ from tests.e2e.stack import BLOCK_SIZE, Stack
 BOTH = pytest.mark.parametrize("stack", ["blocks-first", "kv-first"], indirect=True)
 SUB_BLOCKS = pytest.mark.parametrize("stack", ["kv-first"], indirect=True)
 SUB_BLOCK = 64  # tokens computed in one step
+USED = "vllm:kv_cache_usage_perc"
 
 
 @BOTH
@@ -118,3 +126,59 @@ def test_a_load_that_fails_is_computed_again(stack: Stack) -> None:
     [warm] = stack.warm([prompt])
     assert warm.token_ids == cold.token_ids
     assert stack.hits() - before == 2 * stack.config.chunk_size
+
+
+@SUB_BLOCKS
+def test_a_client_that_hangs_up_leaves_nothing_locked(stack: Stack) -> None:
+    """Its request waits for blocks of the NPU, looked up and never loaded."""
+    prompt = stack.prompt(3 * BLOCK_SIZE + 5, "hangs up")
+    stack.cold([prompt])
+    for attempt in range(5):
+        # They take 11 of 13 blocks, and keep them while they answer.
+        others = [stack.prompt(n, ("others", n, attempt)) for n in (700, 600)]
+        stack.forget_local()
+        held = stack.cache.memory()["total_object_count"]
+        with ThreadPoolExecutor(1) as pool:
+            answers = pool.submit(stack.engine.complete, others, 38)
+            locked = waits_with_locks(stack, prompt, until=answers.done)
+            answers.result()
+        stack.cache.wait_stored(held + 5 + 4)
+        if locked:
+            return
+        # On a busy machine the others may have ended before it was looked up.
+    pytest.fail("the request never waited with chunks locked")
+
+
+def waits_with_locks(
+    stack: Stack, prompt: list[int], until: Callable[[], bool]
+) -> bool:
+    """Send a prompt when few blocks are free, and hang up when its chunks are locked.
+
+    Args:
+        stack: The servers.
+        prompt: What LMCache has.
+        until: Whether there is no use in waiting any longer.
+
+    Returns:
+        Whether chunks were locked while blocks were short.
+    """
+    while stack.engine.counters().total(USED) < 0.8:
+        if until():
+            return False
+        time.sleep(0.02)
+    connection = HTTPConnection("127.0.0.1", stack.engine.port, timeout=300)
+    body = {"model": stack.engine.served_name, "prompt": prompt, "max_tokens": 5}
+    try:
+        connection.request(
+            "POST",
+            "/v1/completions",
+            json.dumps(body),
+            {"Content-Type": "application/json"},
+        )
+        while not until():
+            if stack.cache.memory()["read_locked_count"]:
+                return not until()
+            time.sleep(0.02)
+        return False
+    finally:
+        connection.close()
