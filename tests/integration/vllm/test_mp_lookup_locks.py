@@ -11,31 +11,50 @@ from typing import Any
 # Third Party
 import pytest
 
+# First Party
+from lmcache.v1.multiprocess.futures import MessagingFuture
+
 BLOCK, CHUNK = 128, 256
 PROMPT = list(range(2 * CHUNK + 10))
+URL = "tcp://a-server"
+ALL = ("free", 0, 2 * CHUNK)
+END = ("end", "a request")
 
 
-class Server:
-    """The scheduler's way to a server that has found some chunks."""
+class Client:
+    """A server that has found some chunks, as LMCache's scheduler talks to it.
 
-    lmcache_tokens_per_chunk = CHUNK
+    Args:
+        found: Chunks found; None while it is still looking.
+        acknowledges: Whether it answers the lookup itself.
+    """
 
-    def __init__(self, found: int | None) -> None:
-        self.found = found
-        self.freed: list[tuple[int, int]] = []
-        self.asked = 0
+    def __init__(self, found: int | None, acknowledges: bool = True) -> None:
+        self._found = found
+        self._acknowledges = acknowledges
+        self.calls: list[tuple[Any, ...]] = []
 
-    def maybe_submit_lookup_request(self, *_: Any, **__: Any) -> None:
-        self.asked += 1
+    def lookup(self, key: Any, tp_size: int) -> MessagingFuture[None]:
+        self.calls.append(("lookup",))
+        return answered(None) if self._acknowledges else MessagingFuture()
 
-    def check_lookup_result(self, request_id: str) -> int | None:
-        return self.found
+    def query_prefetch_status(self, request_id: str) -> MessagingFuture[int | None]:
+        return answered(self._found)
 
-    def free_lookup_locks(self, start: int, end: int, **_: Any) -> None:
-        self.freed.append((start, end))
+    def free_lookup_locks(self, key: Any, tp_size: int) -> MessagingFuture[None]:
+        assert key.cache_salt == "tenant-A"
+        self.calls.append(("free", key.start, key.end))
+        return answered(None)
 
-    def __getattr__(self, name: str) -> Any:
-        return lambda *_, **__: None
+    def end_session(self, request_id: str) -> MessagingFuture[None]:
+        self.calls.append(("end", request_id))
+        return answered(None)
+
+
+def answered(value: Any) -> MessagingFuture[Any]:
+    future: MessagingFuture[Any] = MessagingFuture()
+    future.set_result(value)
+    return future
 
 
 @pytest.fixture
@@ -56,20 +75,46 @@ def request_() -> Any:
     )
 
 
-def connector(server: Server) -> Any:
+def connector(client: Client) -> Any:
+    """LMCache's connector and scheduler adapter, without their threads."""
     connectors = pytest.importorskip("lmcache.integration.vllm.lmcache_mp_connector")
+    adapter = connectors.LMCacheMPSchedulerAdapter.__new__(
+        connectors.LMCacheMPSchedulerAdapter
+    )
+    strategy = SimpleNamespace(kv_world_size=1, kv_tp_size=1, num_kv_readers=1)
     found = connectors.LMCacheMPConnector.__new__(connectors.LMCacheMPConnector)
-    parts: dict[str, Any] = {
-        "scheduler_adapter": server,
-        "request_trackers": {},
-        "lazy_offload": False,
-        "_can_store": True,
-        "_reserve_last_token_for_lookup": False,
-        "_hit_alignment_tokens": BLOCK,
-        "_connector_stats": connectors.LMCacheMPConnectorStats(),
+    parts: dict[Any, dict[str, Any]] = {
+        adapter: {
+            "req_clients": {URL: client},
+            "model_name": "model",
+            "parallel_strategy": strategy,
+            "lmcache_tokens_per_chunk": CHUNK,
+            # A server that does not answer is not waited for.
+            "_mq_timeout": 0.05,
+            "_nonblocking_lookup_status": True,
+            "_server_urls": [URL],
+            "_health_events": {URL: SimpleNamespace(is_set=lambda: True)},
+            "_heartbeats": {},
+            "_pending_lookups": set(),
+            "_unacked_lookups": {},
+            "_finished_lookup_results": {},
+            "_per_server_hits": {},
+            "_lookup_status": {},
+            "_lookup_params": {},
+        },
+        found: {
+            "scheduler_adapter": adapter,
+            "request_trackers": {},
+            "lazy_offload": False,
+            "_can_store": True,
+            "_reserve_last_token_for_lookup": False,
+            "_hit_alignment_tokens": BLOCK,
+            "_connector_stats": connectors.LMCacheMPConnectorStats(),
+        },
     }
-    for name, part in parts.items():
-        setattr(found, name, part)
+    for target, attributes in parts.items():
+        for name, value in attributes.items():
+            setattr(target, name, value)
     return found
 
 
@@ -79,53 +124,59 @@ def blocks(count: int) -> Any:
 
 def test_a_load_that_a_sub_block_match_cancelled(request_: Any) -> None:
     """vLLM-RBLN takes the NPU's own copy in place of it: nothing is to be loaded."""
-    server = Server(2 * CHUNK)
-    ours = connector(server)
+    client = Client(2)
+    ours = connector(client)
     assert ours.get_num_new_matched_tokens(request_, 0) == (2 * CHUNK, True)
-    assert server.freed == []
     ours.update_state_after_alloc(request_, blocks(5), 0)
-    assert server.freed == [(0, 2 * CHUNK)]
     ours.request_finished(request_, [])
-    assert server.freed == [(0, 2 * CHUNK)], "released twice"
+    assert client.calls == [("lookup",), ALL, END]
 
 
 def test_a_load_behind_what_the_npu_has(request_: Any) -> None:
-    server = Server(2 * CHUNK)
-    ours = connector(server)
+    client = Client(2)
+    ours = connector(client)
     assert ours.get_num_new_matched_tokens(request_, CHUNK) == (CHUNK, True)
     ours.update_state_after_alloc(request_, blocks(5), CHUNK)
-    # The worker releases the rest when it has loaded it.
-    assert server.freed == [(0, CHUNK)]
     ours.request_finished(request_, [])
-    assert server.freed == [(0, CHUNK)]
+    # The worker releases the rest when it has loaded it.
+    assert client.calls == [("lookup",), ("free", 0, CHUNK), END]
 
 
 def test_a_request_aborted_while_it_waits_for_blocks(request_: Any) -> None:
-    server = Server(2 * CHUNK)
-    ours = connector(server)
+    client = Client(2)
+    ours = connector(client)
     for _ in range(3):  # vLLM asks again in every step
         ours.get_num_new_matched_tokens(request_, BLOCK)
     ours.request_finished(request_, [])
-    assert server.freed == [(0, 2 * CHUNK)]
+    assert client.calls == [("lookup",), ALL, END]
 
 
-@pytest.mark.parametrize("found", [0, None], ids=["nothing found", "no answer yet"])
-def test_a_request_aborted_with_nothing_locked(
-    request_: Any, found: int | None
+@pytest.mark.parametrize("acknowledges", [True, False])
+def test_a_request_aborted_before_the_result_is_known(
+    request_: Any, acknowledges: bool
 ) -> None:
-    server = Server(found)
-    ours = connector(server)
-    ours.get_num_new_matched_tokens(request_, 0)
+    """The server releases what it has locked by then, before the request's end."""
+    client = Client(None, acknowledges)
+    ours = connector(client)
+    assert ours.get_num_new_matched_tokens(request_, 0) == (None, True)
     ours.request_finished(request_, [])
-    assert server.freed == []
+    assert client.calls == [("lookup",), ALL, END]
+    adapter = ours.scheduler_adapter
+    assert not adapter._lookup_params and not adapter._unacked_lookups
+
+
+def test_a_request_aborted_before_it_was_looked_up(request_: Any) -> None:
+    client = Client(2)
+    connector(client).request_finished(request_, [])
+    assert client.calls == [END]
 
 
 def test_a_request_that_needs_its_whole_prompt_computed(request_: Any) -> None:
     """As prompt log-probabilities do."""
-    server = Server(2 * CHUNK)
-    ours = connector(server)
+    client = Client(2)
+    ours = connector(client)
     request_.skip_reading_prefix_cache = True
     assert ours.get_num_new_matched_tokens(request_, 0) == (0, False)
     ours.update_state_after_alloc(request_, blocks(5), 0)
     ours.request_finished(request_, [])
-    assert (server.asked, server.freed) == (0, [])
+    assert client.calls == [END]
