@@ -129,6 +129,7 @@ def complete(
     model: str,
     prompt: Sequence[int],
     max_tokens: int,
+    cache_salt: str | None = None,
     timeout_s: float = 300.0,
 ) -> Completion:
     """Send one prompt and stream its greedy completion.
@@ -138,6 +139,7 @@ def complete(
         model: Served model name.
         prompt: Prompt as token ids.
         max_tokens: Number of tokens to generate; the end token is ignored.
+        cache_salt: Shares KV with requests of the same salt only.
         timeout_s: Longest silence in seconds.
 
     Returns:
@@ -156,6 +158,8 @@ def complete(
         "stream": True,
         "stream_options": {"include_usage": True},
     }
+    if cache_salt is not None:
+        body["cache_salt"] = cache_salt
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_s)
     tokens: list[int] = []
     usage: dict[str, Any] = {}
@@ -200,7 +204,11 @@ def complete(
 
 
 def complete_together(
-    port: int, model: str, prompts: Sequence[Sequence[int]], max_tokens: int
+    port: int,
+    model: str,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
+    cache_salt: str | None = None,
 ) -> list[Completion]:
     """Send several prompts at the same time.
 
@@ -209,6 +217,7 @@ def complete_together(
         model: Served model name.
         prompts: Prompts as token ids.
         max_tokens: Number of tokens to generate for each.
+        cache_salt: Shares KV with requests of the same salt only.
 
     Returns:
         The completions in the order of the prompts.
@@ -218,7 +227,8 @@ def complete_together(
     """
     with ThreadPoolExecutor(max_workers=len(prompts)) as pool:
         futures = [
-            pool.submit(complete, port, model, prompt, max_tokens) for prompt in prompts
+            pool.submit(complete, port, model, prompt, max_tokens, cache_salt)
+            for prompt in prompts
         ]
         return [future.result() for future in futures]
 

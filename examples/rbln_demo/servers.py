@@ -65,7 +65,10 @@ class EngineConfig:
         connector: Name of the connector class.
         connector_module: Module that holds it; ``None`` for one that vLLM knows.
         connector_config: More entries for ``kv_connector_extra_config``.
-        prefix_caching: Whether vLLM keeps prefixes on the NPU too.
+        prefix_caching: Whether vLLM keeps prefixes on the NPU too; ``None`` leaves it
+            to vLLM, which does.
+        load_failure_policy: What vLLM does with a request whose load failed,
+            ``recompute`` or ``fail``; ``None`` leaves it to vLLM.
         extra_args: More arguments.
     """
 
@@ -78,7 +81,8 @@ class EngineConfig:
     connector: str = CONNECTOR
     connector_module: str | None = CONNECTOR_MODULE
     connector_config: Mapping[str, Any] = field(default_factory=dict)
-    prefix_caching: bool = False
+    prefix_caching: bool | None = False
+    load_failure_policy: str | None = None
     extra_args: tuple[str, ...] = ()
 
 
@@ -282,7 +286,15 @@ class Engine:
             transfer["kv_connector_module_path"] = config.connector_module
         if extra:
             transfer["kv_connector_extra_config"] = extra
+        if config.load_failure_policy is not None:
+            transfer["kv_load_failure_policy"] = config.load_failure_policy
         blocks = ("--num-gpu-blocks-override", str(config.num_blocks))
+        prefix_caching = {
+            None: (),
+            # Without it nothing is restored from anywhere else than LMCache.
+            False: ("--no-enable-prefix-caching",),
+            True: ("--enable-prefix-caching",),
+        }[config.prefix_caching]
         return [
             _program("vllm"),
             "serve",
@@ -296,10 +308,7 @@ class Engine:
             *("--max-num-seqs", str(config.max_seqs)),
             *("--max-num-batched-tokens", str(config.max_batched_tokens)),
             *(blocks if config.num_blocks is not None else ()),
-            # Without it nothing is restored from anywhere else than LMCache.
-            "--enable-prefix-caching"
-            if config.prefix_caching
-            else "--no-enable-prefix-caching",
+            *prefix_caching,
             "--enable-prompt-tokens-details",
             *("--kv-transfer-config", json.dumps(transfer)),
             *config.extra_args,
@@ -328,13 +337,17 @@ class Engine:
         return client.read_counters(f"http://{HOST}:{self.port}/metrics")
 
     def complete(
-        self, prompts: list[list[int]], max_tokens: int
+        self,
+        prompts: list[list[int]],
+        max_tokens: int,
+        cache_salt: str | None = None,
     ) -> list[client.Completion]:
         """Answer several prompts sent at the same time.
 
         Args:
             prompts: Prompts as token ids.
             max_tokens: Number of tokens to generate for each.
+            cache_salt: Shares KV with requests of the same salt only.
 
         Returns:
             The completions in the order of the prompts.
@@ -345,13 +358,22 @@ class Engine:
         """
         try:
             return client.complete_together(
-                self.port, self.served_name, prompts, max_tokens
+                self.port, self.served_name, prompts, max_tokens, cache_salt
             )
         except client.RequestFailedError as error:
             # A dying server fails its requests first; its log says why.
             if self.process.ends_within(5.0):
                 raise self.process.failure(f"died: {error}") from error
             raise
+
+    def forget_prefixes(self) -> bool:
+        """Forget what is kept on the NPU; needs ``VLLM_SERVER_DEV_MODE=1``.
+
+        Returns:
+            Whether it could: blocks of requests and stores under way are kept.
+        """
+        answer = client.post_json(f"http://{HOST}:{self.port}/reset_prefix_cache", {})
+        return bool(answer["success"])
 
     def stop(self) -> None:
         """Stop it.

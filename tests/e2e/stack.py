@@ -28,6 +28,7 @@ from tests.e2e.serving import serving_environment
 
 ENGINE_SIDE = Path(__file__).parent / "engine_side"
 HITS = "vllm:external_prefix_cache_hits_total"
+LOCAL_HITS = "vllm:prefix_cache_hits_total"
 # As the worker, and the scheduler's and the worker's heartbeats write in the log.
 REGISTERED = "Worker engine-driven context registered"
 LOST, FOUND = "entering degraded mode", "resuming normal operation"
@@ -51,6 +52,9 @@ class StackConfig:
         env: More environment of both.
         engine_args: More arguments of ``vllm serve``.
         num_blocks: KV blocks on the NPU.
+        prefix_caching: As of ``EngineConfig``; ``None`` is how users start it.
+        max_batched_tokens: Prompt tokens computed in one step. Less than a block makes
+            vLLM-RBLN find parts of a block on the NPU too.
     """
 
     name: str
@@ -63,6 +67,8 @@ class StackConfig:
     env: dict[str, str] = field(default_factory=dict)
     engine_args: tuple[str, ...] = ()
     num_blocks: int = 14
+    prefix_caching: bool | None = None
+    max_batched_tokens: int = BLOCK_SIZE
 
     @property
     def chunk_size(self) -> int:
@@ -105,6 +111,8 @@ class Stack:
             "PYTHONPATH": f"{ENGINE_SIDE}:{env.get('PYTHONPATH', '')}".rstrip(":"),
             "KV_PROBE_FOLDER": str(self.probe_folder),
             "KV_PROBE_BLOCK_AXIS": str(config.block_axis),
+            # Lets a test forget what is on the NPU.
+            "VLLM_SERVER_DEV_MODE": "1",
         }
         self.engine = Engine(
             EngineConfig(
@@ -113,9 +121,11 @@ class Stack:
                 max_model_len=MAX_MODEL_LEN,
                 max_seqs=4,
                 num_blocks=config.num_blocks,
-                max_batched_tokens=BLOCK_SIZE,
+                max_batched_tokens=config.max_batched_tokens,
                 connector_module="probe_connector",
                 connector_config={"lmcache.mp.heartbeat_interval": 2.0},
+                prefix_caching=config.prefix_caching,
+                load_failure_policy="recompute",
                 extra_args=config.engine_args,
             ),
             self.cache.port,
@@ -194,8 +204,14 @@ class Stack:
         chance = random.Random(f"{self.config.name} {seed!r}")
         return [chance.randrange(3, tiny_models.VOCAB_SIZE) for _ in range(length)]
 
+    def forget_local(self) -> None:
+        """Let the NPU forget every prefix, so that only LMCache has them."""
+        if self.config.prefix_caching is not False:
+            wait_until(self.engine.forget_prefixes, "vLLM resets its prefix cache")
+
     def cold(self, prompts: list[list[int]], max_tokens: int = 12) -> list[Completion]:
         """Send new prompts; wait until their chunks are stored and written down."""
+        self.forget_local()
         held = self.cache.memory()["total_object_count"]
         hits = self.hits()
         known = len(self.transfers())
@@ -217,15 +233,41 @@ class Stack:
         return completions
 
     def warm(self, prompts: list[list[int]], max_tokens: int = 12) -> list[Completion]:
-        """Send prompts again and wait until no chunk is locked."""
+        """Send prompts again, none of which is on the NPU, and see :meth:`ask`."""
+        self.forget_local()
+        return self.ask(prompts, max_tokens)
+
+    def ask(
+        self,
+        prompts: list[list[int]],
+        max_tokens: int = 12,
+        new_chunks: int = 0,
+        cache_salt: str | None = None,
+    ) -> list[Completion]:
+        """Send prompts and wait until their new chunks are stored and none is locked.
+
+        Args:
+            prompts: Prompts as token ids.
+            max_tokens: Number of tokens to generate for each.
+            new_chunks: How many of their chunks LMCache does not have yet.
+            cache_salt: Of all these prompts.
+        """
         held = self.cache.memory()["total_object_count"]
-        completions = self.engine.complete(prompts, max_tokens)
-        self.cache.wait_stored(held)
+        completions = self.engine.complete(prompts, max_tokens, cache_salt)
+        self.cache.wait_stored(held + new_chunks)
         return completions
 
     def hits(self) -> int:
         """Prompt tokens that vLLM got from LMCache since it started."""
         return int(self.engine.counters().total(HITS))
+
+    def local_hits(self) -> int:
+        """Prompt tokens that vLLM found on the NPU since it started."""
+        return int(self.engine.counters().total(LOCAL_HITS))
+
+    def fail_next_load(self) -> None:
+        """Let the engine's next load fail when the KV is copied to the NPU."""
+        (self.probe_folder / "fail-next-load").touch()
 
     def transfers(self) -> list[Transfer]:
         """Everything that the engine stored and restored so far."""

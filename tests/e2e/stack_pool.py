@@ -10,10 +10,11 @@ from examples.rbln_demo.runtime import Runtime
 from tests.e2e.stack import Stack, StackConfig
 
 STACKS = {
-    # As the user page says, blocks-first KV, the backend pinned.
+    # As the user page says, prefix caching included; blocks-first KV, pinned backend.
     "blocks-first": StackConfig("blocks-first", blocks_per_chunk=2),
     # The custom kernel's KV layout; two NPUs of which one is visible; LMCache finds
-    # the backend by itself; the worker in a process of its own.
+    # the backend by itself; the worker in a process of its own; the NPU keeps parts of
+    # blocks too.
     "kv-first": StackConfig(
         "kv-first",
         block_axis=1,
@@ -25,8 +26,10 @@ STACKS = {
             "RBLN_VISIBLE_DEVICES": "1",
         },
         engine_args=("--distributed-executor-backend", "mp"),
+        max_batched_tokens=64,
     ),
-    "mla": StackConfig("mla", model="mla"),
+    # Without the NPU's own cache, as the demo starts it.
+    "mla": StackConfig("mla", model="mla", prefix_caching=False),
 }
 
 

@@ -110,6 +110,25 @@ def test_a_chunk_that_is_no_multiple_of_a_block(runtime: Runtime, folder: Path) 
         stack.stop()
 
 
+def test_a_server_in_the_wrong_mode_is_named(runtime: Runtime, folder: Path) -> None:
+    """It drops the registration without a word, which took 300 s to be noticed."""
+    config = StackConfig("wrong-mode", transfer_mode="lmcache_driven")
+    stack = own_stack(config, runtime, folder)
+    try:
+        with pytest.raises(ServerFailedError, match="ended with status 1"):
+            stack.start()
+        assert "No handler registered" in stack.cache.process.log()
+    finally:
+        stack.stop()
+    log = stack.engine.process.log()
+    said = [line for line in log.splitlines() if line.startswith("(EngineCore")]
+    wanted = (
+        "The LMCache server answers, but not to the registration of an engine-driven "
+        "worker. Start the server with `--supported-transfer-mode engine_driven`"
+    )
+    assert wanted in said[-1], log
+
+
 @pytest.mark.sim
 @pytest.mark.parametrize("backend", ["rbln", None], ids=["pinned", "unpinned"])
 def test_held_npu_fails_at_first_use_and_names_the_holder(

@@ -17,6 +17,7 @@ that nothing is detected here.
 # Standard
 from pathlib import Path
 from typing import Any
+from unittest import mock
 import itertools
 import os
 
@@ -25,6 +26,7 @@ import torch
 
 # First Party
 from lmcache.integration.vllm import lmcache_mp_connector as stock
+from lmcache.v1.multiprocess.transfer_context import worker_transfer
 
 
 class LMCacheMPConnector(stock.LMCacheMPConnector):
@@ -62,8 +64,19 @@ class LMCacheMPConnector(stock.LMCacheMPConnector):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Load, which ends before this returns, then write down what arrived."""
+        loads = self._requests("RETRIEVE")
+        order = self._probe_folder / "fail-next-load"
+        if loads and order.exists():
+            order.unlink()
+            with mock.patch.object(
+                worker_transfer,
+                "scatter_cpu_to_paged_kv",
+                side_effect=RuntimeError("planted failure of the NPU"),
+            ):
+                super().start_load_kv(forward_context, **kwargs)
+            return
         super().start_load_kv(forward_context, **kwargs)
-        for meta in self._requests("RETRIEVE"):
+        for meta in loads:
             self._write_down("RETRIEVE", meta.op)
 
     def _requests(self, direction: str) -> list[Any]:

@@ -64,13 +64,19 @@ def test_without_a_segment_kv_goes_by_pickle(programs: Path) -> None:
 
 def test_engine_command_is_the_documented_one(programs: Path) -> None:
     config = EngineConfig(
-        Path("/models/tiny"), 256, 1024, 2, 9, connector_config={"lmcache.mp.x": 1}
+        Path("/models/tiny"),
+        256,
+        1024,
+        2,
+        9,
+        connector_config={"lmcache.mp.x": 1},
+        prefix_caching=None,
     )
     command = Engine(config, 6555, {}, programs).process.command
     assert command[:3] == [str(programs / "vllm"), "serve", "/models/tiny"]
     assert value(command, "--model-impl") == "vllm"
     assert value(command, "--block-size") == "256"
-    assert "--no-enable-prefix-caching" in command
+    assert not [word for word in command if "prefix-caching" in word]
     assert json.loads(value(command, "--kv-transfer-config")) == {
         "kv_connector": "LMCacheMPConnector",
         "kv_role": "kv_both",
@@ -81,6 +87,28 @@ def test_engine_command_is_the_documented_one(programs: Path) -> None:
             "lmcache.mp.x": 1,
         },
     }
+
+
+@pytest.mark.parametrize(
+    ("prefix_caching", "flag"),
+    [(True, "--enable-prefix-caching"), (False, "--no-enable-prefix-caching")],
+)
+def test_engine_command_says_what_is_not_the_default(
+    programs: Path, prefix_caching: bool, flag: str
+) -> None:
+    config = EngineConfig(
+        Path("/models/tiny"),
+        256,
+        1024,
+        2,
+        9,
+        prefix_caching=prefix_caching,
+        load_failure_policy="recompute",
+    )
+    command = Engine(config, 6555, {}, programs).process.command
+    assert [word for word in command if "prefix-caching" in word] == [flag]
+    transfer = json.loads(value(command, "--kv-transfer-config"))
+    assert transfer["kv_load_failure_policy"] == "recompute"
 
 
 def test_missing_program_is_named(

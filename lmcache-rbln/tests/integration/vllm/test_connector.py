@@ -229,3 +229,21 @@ def test_a_healthy_start_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         made._require_healthy()
     assert not caplog.records
+
+
+def test_kernel_blocks_unlike_the_scheduler_s_stop_the_registration() -> None:
+    # First Party
+    from lmcache_rbln.integration.vllm.connector import RBLNLMCacheConnectorV1
+
+    connector = RBLNLMCacheConnectorV1.__new__(RBLNLMCacheConnectorV1)
+    stops: list[None] = []
+    parts: dict[str, Any] = {
+        "_vllm_config": vllm_config(),
+        "_paged_kv": SimpleNamespace(register=lambda _: SimpleNamespace(block_size=64)),
+        "shutdown": lambda: stops.append(None),
+    }
+    for name, part in parts.items():
+        setattr(connector, name, part)
+    with pytest.raises(ValueError, match="blocks of 64 tokens, wanted .* size 128"):
+        connector.register_kv_caches({"layer.0": torch.zeros(1)})
+    assert stops

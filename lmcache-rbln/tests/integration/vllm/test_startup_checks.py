@@ -9,7 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 # Third Party
+from vllm.v1 import kv_cache_interface
+from vllm_rbln.v1 import kv_cache
 import pytest
+import torch
 
 # First Party
 from lmcache.v1.config import LMCacheEngineConfig
@@ -25,12 +28,20 @@ def vllm_config(block_size: int = 128) -> Any:
 
 
 def groups(*block_sizes: int) -> Any:
+    return of_specs(*(spec("FullAttentionSpec", size) for size in block_sizes))
+
+
+def of_specs(*specs: Any) -> Any:
     return SimpleNamespace(
-        kv_cache_groups=[
-            SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=size))
-            for size in block_sizes
-        ]
+        kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs]
     )
+
+
+def spec(name: str, block_size: int = 128, **more: Any) -> Any:
+    """One of vLLM's or vLLM-RBLN's specs of a KV cache."""
+    module = kv_cache if name.startswith("RBLN") else kv_cache_interface
+    sizes = {"num_kv_heads": 2, "head_size": 8, "dtype": torch.bfloat16}
+    return getattr(module, name)(block_size=block_size, **sizes, **more)
 
 
 @pytest.mark.parametrize("environ", [{}, {"PYTHONHASHSEED": ""}])
@@ -76,9 +87,37 @@ def test_hybrid_models_are_refused() -> None:
         startup_checks.require_supported(config(), vllm_config(), groups(128, 128))
 
 
+@pytest.mark.parametrize("name", ["SlidingWindowSpec", "RBLNSlidingWindowSpec"])
+def test_a_model_of_sliding_windows_alone_is_refused(name: str) -> None:
+    windows = spec(name, sliding_window=64)
+    with pytest.raises(ValueError, match=f"is of {name}, wanted full attention"):
+        startup_checks.require_supported(config(), vllm_config(), of_specs(windows))
+
+
+def test_layers_that_share_a_group_are_looked_at_one_by_one() -> None:
+    layers = {
+        "layer.0": spec("FullAttentionSpec"),
+        "layer.1": spec("SlidingWindowSpec", sliding_window=64),
+    }
+    uniform = kv_cache_interface.UniformTypeKVCacheSpecs(
+        block_size=128, kv_cache_specs=layers
+    )
+    with pytest.raises(ValueError, match="is of SlidingWindowSpec, wanted full"):
+        startup_checks.require_supported(config(), vllm_config(), of_specs(uniform))
+
+
+def test_mla_is_supported() -> None:
+    mla = spec("MLAAttentionSpec")
+    startup_checks.require_supported(config(), vllm_config(), of_specs(mla))
+
+
 def test_a_kernel_block_of_another_size_is_refused() -> None:
     with pytest.raises(ValueError, match="blocks of 16 tokens, wanted .* 128"):
         startup_checks.require_supported(config(), vllm_config(), groups(16))
+    # The tensors may have smaller blocks than vLLM plans with.
+    startup_checks.require_block_size(128, 128)
+    with pytest.raises(ValueError, match="blocks of 64 tokens.*--block-size 64"):
+        startup_checks.require_block_size(64, 128)
 
 
 def test_another_device() -> None:

@@ -5,8 +5,10 @@
 from __future__ import annotations
 
 # Standard
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
+import threading
 
 # Third Party
 from kv_reference import (
@@ -22,6 +24,8 @@ import pytest
 import torch
 
 # First Party
+from lmcache.v1.multiprocess.custom_types import RegisterEngineDrivenContextResponse
+from lmcache.v1.multiprocess.futures import MessagingFuture
 from lmcache.v1.multiprocess.transfer_context import worker_transfer
 from lmcache.v1.multiprocess.transfer_context.base import (
     compute_kv_layout,
@@ -133,3 +137,83 @@ def test_lmcache_driven_transfers_are_refused(
             req_client=MagicMock(),
             mode="lmcache_driven" if by_argument else None,
         )
+
+
+def answered(value: Any) -> MessagingFuture[Any]:
+    future: MessagingFuture[Any] = MessagingFuture()
+    future.set_result(value)
+    return future
+
+
+def register(client: Any, timeout: float = 60.0) -> Any:
+    """A context that is registered with a server that answers through ``client``."""
+    caches = Cache("blocks_first").device
+    context = worker_transfer.create_transfer_context(
+        caches, instance_id=1, req_client=client, mode="engine_driven"
+    )
+    context.register(caches, "model", 1, 1, timeout)
+    return context
+
+
+def test_a_registration_that_a_server_drops(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_transfer, "_REGISTRATION_GRACE", 0.01)
+    client = MagicMock()
+    client.register_kv_cache_engine_driven_context.return_value = MessagingFuture()
+    client.get_chunk_size.return_value = answered(16)
+    with pytest.raises(RuntimeError, match="--supported-transfer-mode engine_driven"):
+        register(client)
+
+
+def test_a_server_that_answers_nothing_is_not_blamed_for_its_mode() -> None:
+    client = MagicMock()
+    client.register_kv_cache_engine_driven_context.return_value = MessagingFuture()
+    client.get_chunk_size.return_value = MessagingFuture()
+    with pytest.raises(TimeoutError):
+        register(client, timeout=0.01)
+
+
+def test_a_worker_unregisters_when_its_stores_have_ended() -> None:
+    """The server refuses their commits afterwards, and does not answer them."""
+    client = MagicMock()
+    client.get_chunk_size.return_value = answered(16)
+    client.register_kv_cache_engine_driven_context.return_value = answered(
+        RegisterEngineDrivenContextResponse(shm_name="", pool_size=0)
+    )
+    prepared: MessagingFuture[Any] = MessagingFuture()
+    client.prepare_store.return_value = prepared
+    client.commit_store.return_value = answered(True)
+    context = register(client)
+    key = SimpleNamespace(request_id="a request")
+    stored = context.submit_store(
+        "a request",
+        key,
+        Cache("blocks_first").device,
+        [[1]],
+        context.create_recorded_event(),
+        1,
+    )
+    stops = threading.Thread(target=context.unregister)
+    stops.start()
+    client.unregister_kv_cache_engine_driven_context.assert_not_called()
+    prepared.set_result(SimpleNamespace(context={}))
+    stops.join(60.0)
+    assert stored.result(60.0) is True
+    calls = [name for name, *_ in client.method_calls]
+    assert calls[-2:] == ["commit_store", "unregister_kv_cache_engine_driven_context"]
+    context.close()
+
+
+def test_waiting_for_stores_at_a_preemption_raises_nothing() -> None:
+    client = MagicMock()
+    client.get_chunk_size.return_value = answered(16)
+    client.register_kv_cache_engine_driven_context.return_value = answered(
+        RegisterEngineDrivenContextResponse(shm_name="", pool_size=0)
+    )
+    context = register(client)
+    failed = MagicMock()
+    failed.synchronize.side_effect = RuntimeError("an old failure of the NPU")
+    context._inflight_gather_events.add(failed)
+    context.flush_inflight_stores()
+    failed.synchronize.assert_called_once()
+    context._inflight_gather_events.clear()
+    context.close()

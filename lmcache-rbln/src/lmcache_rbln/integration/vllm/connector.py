@@ -171,6 +171,9 @@ class RBLNLMCacheConnectorV1(LMCacheConnectorV1Dynamic):
         if self._paged_kv is not None:
             try:
                 kv = self._paged_kv.register(list(kv_caches.values()))
+                startup_checks.require_block_size(
+                    kv.block_size, self._vllm_config.cache_config.block_size
+                )
             except ValueError:
                 self.shutdown()
                 raise

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 # Standard
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 # First Party
 from lmcache.v1.config import LMCacheEngineConfig
@@ -90,11 +90,42 @@ def require_supported(
             "--kv-transfer-config"
         )
     for group in groups:
-        if group.kv_cache_spec.block_size != block_size:
-            raise ValueError(
-                f"the KV cache has blocks of {group.kv_cache_spec.block_size} tokens, "
-                f"wanted vLLM's block size {block_size}; set --block-size"
-            )
+        for spec in _layer_specs(group.kv_cache_spec):
+            if not _is_full_attention(spec):
+                raise ValueError(
+                    f"the KV cache is of {type(spec).__name__}, wanted full attention "
+                    "(FullAttentionSpec, MLAAttentionSpec); serve this model without "
+                    "--kv-transfer-config"
+                )
+        require_block_size(group.kv_cache_spec.block_size, block_size)
+
+
+def require_block_size(got: int, wanted: int) -> None:
+    """Refuse a KV cache whose blocks are not the scheduler's.
+
+    Args:
+        got: Tokens per block of the KV cache.
+        wanted: vLLM's block size.
+
+    Raises:
+        ValueError: If they differ.
+    """
+    if got != wanted:
+        raise ValueError(
+            f"the KV cache has blocks of {got} tokens, wanted vLLM's block size "
+            f"{wanted}; start vLLM with --block-size {got}, or without "
+            "--kv-transfer-config"
+        )
+
+
+def _layer_specs(spec: Any) -> list[Any]:
+    """Return what ``UniformTypeKVCacheSpecs`` holds, or the spec itself."""
+    return list(getattr(spec, "kv_cache_specs", {}).values()) or [spec]
+
+
+def _is_full_attention(spec: Any) -> bool:
+    """Return whether all blocks of a request are kept (sliding windows: not)."""
+    return any(kind.__name__ == "FullAttentionSpec" for kind in type(spec).__mro__)
 
 
 def require_rbln(device_type: str) -> None:

@@ -60,7 +60,7 @@ class VLLM_RBLN_Detector(vllm.VLLM_Detector):
             ValueError: If 6-D caches are neither of the two layouts or have no memory,
                 or two blocks make the layouts indistinguishable and neither vLLM-RBLN
                 nor ``LMCACHE_RBLN_KV_LAYOUT`` tells them apart. Also if caches are on
-                an RBLN device and a setting of its transfers has no meaning.
+                an RBLN device and a setting of its transfers, or that one, is invalid.
         """
         if not isinstance(kv_caches, list) or not kv_caches:
             return super().discover(kv_caches, layout_hints)
@@ -92,6 +92,8 @@ def _require_transfer_settings(cache: object) -> None:
     """
     if isinstance(cache, torch.Tensor) and cache.device.type == "rbln":
         settings.require_valid()
+        # Also where the shape tells: with fewer blocks the next start would need it.
+        _axis_setting()
 
 
 def _block_axis(cache: torch.Tensor) -> int:

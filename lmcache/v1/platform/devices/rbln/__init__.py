@@ -13,7 +13,8 @@ neither events nor tensors with another process, which LMCache-driven ones need.
 from __future__ import annotations
 
 # Standard
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 import importlib.util
 import os
 
@@ -28,6 +29,7 @@ from lmcache.v1.platform.devices._rbln_runtime import (
 
 if TYPE_CHECKING:
     # First Party
+    from lmcache.v1.multiprocess.group_view import EngineGroupInfo
     from lmcache.v1.platform.base.device_ops import DeviceOps
 
 logger = init_logger(__name__)
@@ -112,6 +114,27 @@ class RblnDeviceSpec(DeviceSpec):
     def is_lmcache_driven_available(self) -> bool:
         """Return False: transfers are engine-driven only, also under ``auto``."""
         return False
+
+    def check_engine_groups(
+        self,
+        kv_caches: Mapping[str, Any],
+        engine_group_infos: Sequence[EngineGroupInfo],
+    ) -> None:
+        """Refuse KV cache groups whose blocks a transfer would confuse.
+
+        Args:
+            kv_caches: KV tensor by layer name.
+            engine_group_infos: The engine's groups.
+
+        Raises:
+            ValueError: Unless they are one of full attention, or none are reported.
+        """
+        # First Party
+        from lmcache.v1.platform.devices.rbln.engine_groups import (
+            require_full_attention,
+        )
+
+        require_full_attention(kv_caches, engine_group_infos)
 
 
 def _unavailable_reason() -> str | None:

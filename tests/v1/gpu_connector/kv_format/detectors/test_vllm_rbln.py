@@ -200,6 +200,17 @@ def test_a_bad_setting_of_transfers_stops_the_registration(
     detect_format(layers, EngineType.VLLM)
 
 
+@pytest.mark.npu
+@pytest.mark.parametrize("shape", [(3, 2, 3, 1, 4, 8), (2, 3, 3, 1, 4, 8), (3, 4, 8)])
+def test_a_bad_layout_stops_the_registration_whatever_the_number_of_blocks(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
+) -> None:
+    on_device = [layer.to("rbln:0") for layer in caches(shape)]
+    monkeypatch.setenv(vllm_rbln.LAYOUT_ENV_VAR, "kvfirst")
+    with pytest.raises(ValueError, match="='kvfirst' is unknown.*blocks_first or kv_f"):
+        detect_format(on_device, EngineType.VLLM)
+
+
 _ASK = """
 from types import SimpleNamespace
 from vllm.config import set_current_vllm_config

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chunks that a lookup locked are released, whatever becomes of the request."""
+
+# Future
+from __future__ import annotations
+
+# Standard
+from types import SimpleNamespace
+from typing import Any
+
+# Third Party
+import pytest
+
+# First Party
+from lmcache.v1.multiprocess.futures import MessagingFuture
+
+BLOCK, CHUNK = 128, 256
+PROMPT = list(range(2 * CHUNK + 10))
+URL = "tcp://a-server"
+ALL = ("free", 0, 2 * CHUNK)
+END = ("end", "a request")
+
+
+class Client:
+    """A server that has found some chunks, as LMCache's scheduler talks to it.
+
+    Args:
+        found: Chunks found; None while it is still looking.
+        acknowledges: Whether it answers the lookup itself.
+    """
+
+    def __init__(self, found: int | None, acknowledges: bool = True) -> None:
+        self._found = found
+        self._acknowledges = acknowledges
+        self.calls: list[tuple[Any, ...]] = []
+
+    def lookup(self, key: Any, tp_size: int) -> MessagingFuture[None]:
+        self.calls.append(("lookup",))
+        return answered(None) if self._acknowledges else MessagingFuture()
+
+    def query_prefetch_status(self, request_id: str) -> MessagingFuture[int | None]:
+        return answered(self._found)
+
+    def free_lookup_locks(self, key: Any, tp_size: int) -> MessagingFuture[None]:
+        assert key.cache_salt == "tenant-A"
+        self.calls.append(("free", key.start, key.end))
+        return answered(None)
+
+    def end_session(self, request_id: str) -> MessagingFuture[None]:
+        self.calls.append(("end", request_id))
+        return answered(None)
+
+
+def answered(value: Any) -> MessagingFuture[Any]:
+    future: MessagingFuture[Any] = MessagingFuture()
+    future.set_result(value)
+    return future
+
+
+@pytest.fixture
+def request_() -> Any:
+    """A request of vLLM that waits to be admitted."""
+    vllm_request = pytest.importorskip("vllm.v1.request")
+    return SimpleNamespace(
+        request_id="a request",
+        cache_salt="tenant-A",
+        sampling_params=None,
+        all_token_ids=PROMPT,
+        prompt_token_ids=PROMPT,
+        num_prompt_tokens=len(PROMPT),
+        num_computed_tokens=0,
+        status=vllm_request.RequestStatus.WAITING,
+        kv_transfer_params=None,
+        skip_reading_prefix_cache=False,
+    )
+
+
+def connector(client: Client) -> Any:
+    """LMCache's connector and scheduler adapter, without their threads."""
+    connectors = pytest.importorskip("lmcache.integration.vllm.lmcache_mp_connector")
+    adapter = connectors.LMCacheMPSchedulerAdapter.__new__(
+        connectors.LMCacheMPSchedulerAdapter
+    )
+    strategy = SimpleNamespace(kv_world_size=1, kv_tp_size=1, num_kv_readers=1)
+    found = connectors.LMCacheMPConnector.__new__(connectors.LMCacheMPConnector)
+    parts: dict[Any, dict[str, Any]] = {
+        adapter: {
+            "req_clients": {URL: client},
+            "model_name": "model",
+            "parallel_strategy": strategy,
+            "lmcache_tokens_per_chunk": CHUNK,
+            # A server that does not answer is not waited for.
+            "_mq_timeout": 0.05,
+            "_nonblocking_lookup_status": True,
+            "_server_urls": [URL],
+            "_health_events": {URL: SimpleNamespace(is_set=lambda: True)},
+            "_heartbeats": {},
+            "_pending_lookups": set(),
+            "_unacked_lookups": {},
+            "_finished_lookup_results": {},
+            "_per_server_hits": {},
+            "_lookup_status": {},
+            "_lookup_params": {},
+        },
+        found: {
+            "scheduler_adapter": adapter,
+            "request_trackers": {},
+            "lazy_offload": False,
+            "_can_store": True,
+            "_reserve_last_token_for_lookup": False,
+            "_hit_alignment_tokens": BLOCK,
+            "_connector_stats": connectors.LMCacheMPConnectorStats(),
+        },
+    }
+    for target, attributes in parts.items():
+        for name, value in attributes.items():
+            setattr(target, name, value)
+    return found
+
+
+def blocks(count: int) -> Any:
+    return SimpleNamespace(get_block_ids=lambda: (list(range(1, count + 1)),))
+
+
+def test_a_load_that_a_sub_block_match_cancelled(request_: Any) -> None:
+    """vLLM-RBLN takes the NPU's own copy in place of it: nothing is to be loaded."""
+    client = Client(2)
+    ours = connector(client)
+    assert ours.get_num_new_matched_tokens(request_, 0) == (2 * CHUNK, True)
+    ours.update_state_after_alloc(request_, blocks(5), 0)
+    ours.request_finished(request_, [])
+    assert client.calls == [("lookup",), ALL, END]
+
+
+def test_a_load_behind_what_the_npu_has(request_: Any) -> None:
+    client = Client(2)
+    ours = connector(client)
+    assert ours.get_num_new_matched_tokens(request_, CHUNK) == (CHUNK, True)
+    ours.update_state_after_alloc(request_, blocks(5), CHUNK)
+    ours.request_finished(request_, [])
+    # The worker releases the rest when it has loaded it.
+    assert client.calls == [("lookup",), ("free", 0, CHUNK), END]
+
+
+def test_a_request_aborted_while_it_waits_for_blocks(request_: Any) -> None:
+    client = Client(2)
+    ours = connector(client)
+    for _ in range(3):  # vLLM asks again in every step
+        ours.get_num_new_matched_tokens(request_, BLOCK)
+    ours.request_finished(request_, [])
+    assert client.calls == [("lookup",), ALL, END]
+
+
+@pytest.mark.parametrize("acknowledges", [True, False])
+def test_a_request_aborted_before_the_result_is_known(
+    request_: Any, acknowledges: bool
+) -> None:
+    """The server releases what it has locked by then, before the request's end."""
+    client = Client(None, acknowledges)
+    ours = connector(client)
+    assert ours.get_num_new_matched_tokens(request_, 0) == (None, True)
+    ours.request_finished(request_, [])
+    assert client.calls == [("lookup",), ALL, END]
+    adapter = ours.scheduler_adapter
+    assert not adapter._lookup_params and not adapter._unacked_lookups
+
+
+def test_a_request_aborted_before_it_was_looked_up(request_: Any) -> None:
+    client = Client(2)
+    connector(client).request_finished(request_, [])
+    assert client.calls == [END]
+
+
+def test_a_request_that_needs_its_whole_prompt_computed(request_: Any) -> None:
+    """As prompt log-probabilities do."""
+    client = Client(2)
+    ours = connector(client)
+    request_.skip_reading_prefix_cache = True
+    assert ours.get_num_new_matched_tokens(request_, 0) == (0, False)
+    ours.update_state_after_alloc(request_, blocks(5), 0)
+    ours.request_finished(request_, [])
+    assert client.calls == [END]

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LMCache's worker beside a real server: failures, tenants, restarts, wrong mode."""
+
+# Future
+from __future__ import annotations
+
+# Standard
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+import json
+import os
+import subprocess
+import sys
+
+# Third Party
+import pytest
+
+# First Party
+from examples.rbln_demo.servers import CacheServer, CacheServerConfig
+from rbln_sim.pytest_plugin import machine_environment
+from tests.e2e.stack import wait_until
+
+pytestmark = [pytest.mark.sim, pytest.mark.slow]
+WORKER = Path(__file__).parents[3] / "support" / "mp_worker.py"
+#: As mp_worker.py has them, which can't be imported without opening the NPU's runtime.
+LAYERS, CHUNK = 2, 16
+TO = [1, 10, 5, 2]
+#: The first gather and the first scatter; before it each layer is copied to the NPU.
+FAULTS = f"fail:d2h:1,fail:h2d:{LAYERS + 1}"
+TENANTS = ("tenant-A", "tenant-B", "")
+
+
+@contextmanager
+def running(folder: Path, shm: bool, *arguments: str, **mode: str) -> Iterator[Any]:
+    """Run a server; its log and its working directory are in ``folder``."""
+    name = f"rbln_worker_{os.getpid()}" if shm else ""
+    server = CacheServer(
+        CacheServerConfig(
+            CHUNK, shm_name=name, l1_size_gb=0.1, extra_args=arguments, **mode
+        ),
+        {**machine_environment(folder / "machine"), "PYTHONHASHSEED": "0"},
+        folder,
+    )
+    server.start()
+    try:
+        server.wait_ready()
+        yield server
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="module", params=["SHM", "pickle"])
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[CacheServer]:
+    """A server of each transport."""
+    folder = tmp_path_factory.mktemp("server")
+    with running(folder, shm=request.param == "SHM") as server:
+        yield server
+
+
+def work(
+    server: CacheServer, folder: Path, *steps: list[str], **settings: object
+) -> subprocess.CompletedProcess[str]:
+    """Run a worker process to its end."""
+    return subprocess.run(
+        [sys.executable, str(WORKER), str(server.port), json.dumps(steps)],
+        env=machine_environment(folder / "worker", **settings),
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+
+
+def results(done: subprocess.CompletedProcess[str]) -> list[Any]:
+    """What each step returned."""
+    assert done.returncode == 0, done.stderr
+    found: list[Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("sync", [False, True], ids=["asynchronous", "synchronous"])
+def test_failures_reach_vllm_and_leave_nothing_behind(
+    server: CacheServer, sync: bool, tmp_path: Path
+) -> None:
+    server.clear()
+    steps: list[tuple[list[str], Any]] = [
+        (["context"], f"{'' if sync else 'Async'}EngineDrivenTransferContext"),
+        (["store", "a"], False),
+        (["found", "b"], 0),
+        # Its slots are free again.
+        (["store", "c"], True),
+        (["found", "d"], 2),
+        # vLLM computes these blocks again.
+        (["retrieve", "d"], {"finished": ["d"], "failed": sorted(TO)}),
+        # The chunks are not locked, and sound.
+        (["found", "e"], 2),
+        (["retrieve", "e"], {"finished": ["e"], "failed": []}),
+        (["is_exact"], True),
+        (["prepare_only", "f"], 2 if server.segment else 0),
+    ]
+    first = [["synchronous"]] if sync else []
+    done = work(
+        server, tmp_path, *first, *(step for step, _ in steps), faults=FAULTS, seed=1
+    )
+    assert results(done) == [wanted for _, wanted in steps], done.stderr
+    # What the worker reserved and never filled is there for nobody.
+    server.wait_stored(2)
+
+
+def test_tenants_stay_apart_and_find_their_own_after_a_restart(
+    server: CacheServer, tmp_path: Path
+) -> None:
+    server.clear()
+    stores = [
+        step
+        for tenant in TENANTS
+        for step in (["found", f"look {tenant}", tenant], ["store", tenant, tenant])
+    ]
+    assert results(work(server, tmp_path, *stores)) == [0, True] * 3
+    # A new process, as when vLLM is restarted.
+    loads = [
+        step
+        for tenant in TENANTS
+        for step in (
+            ["found", f"again {tenant}", tenant],
+            ["retrieve", f"again {tenant}", tenant],
+        )
+    ]
+    said = results(work(server, tmp_path, *loads, ["is_exact"]))
+    assert said[0:6:2] == [2, 2, 2]
+    assert [load["failed"] for load in said[1:6:2]] == [[], [], []]
+    assert said[6]
+    server.wait_stored(6)
+
+
+def test_tenants_stay_apart_after_a_restart_of_the_server(tmp_path: Path) -> None:
+    """What it keeps on disk outlives it, each tenant's for this tenant."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    keeps = ("--l2-adapter", json.dumps({"type": "fs", "base_path": str(disk)}))
+    with running(tmp_path / "first", True, *keeps) as server:
+        for tenant in TENANTS[:2]:
+            assert results(work(server, tmp_path, ["store", "a", tenant])) == [True]
+        # Two chunks of each; a file gets its name when it is complete.
+        wait_until(lambda: len(list(disk.rglob("*.data"))) == 4, "chunks on the disk")
+    with running(tmp_path / "second", True, *keeps) as server:
+        steps = [["found", "other", "tenant-C"], ["found", "none", ""]]
+        steps += [["found", "a", "tenant-A"], ["retrieve", "a", "tenant-A"]]
+        assert results(work(server, tmp_path, *steps, ["is_exact"])) == [
+            0,
+            0,
+            2,
+            {"finished": ["a"], "failed": []},
+            True,
+        ]
+
+
+def test_a_server_in_the_wrong_mode_is_named(tmp_path: Path) -> None:
+    with running(tmp_path, True, transfer_mode="lmcache_driven") as server:
+        done = work(server, tmp_path, ["context"])
+    assert done.returncode == 1
+    # torch-rbln says afterwards what it leaves to the end of the process.
+    said = [line for line in done.stderr.splitlines() if "rbln_free" not in line]
+    last = [line for line in said if line.strip()][-1]
+    assert "`--supported-transfer-mode engine_driven`" in last, done.stderr
