@@ -50,10 +50,10 @@ def _seconds(text: str) -> float:
     return value
 
 
-def _tokens(text: str) -> int:
+def _count(text: str) -> int:
     value = int(text)
     if value < 1:
-        raise argparse.ArgumentTypeError(f"1 or more tokens, not {text}")
+        raise argparse.ArgumentTypeError(f"1 or more, not {text}")
     return value
 
 
@@ -67,7 +67,13 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
-        "--block-size", type=_tokens, metavar="N", help="vLLM's --block-size, in tokens"
+        "--block-size", type=_count, metavar="N", help="vLLM's --block-size, in tokens"
+    )
+    parser.add_argument(
+        "--tensor-parallel-size",
+        type=_count,
+        metavar="N",
+        help="vLLM's --tensor-parallel-size",
     )
     parser.add_argument(
         "--kv-transfer-config", metavar="JSON", help="vLLM's --kv-transfer-config"
@@ -104,7 +110,10 @@ def run_checks(options: argparse.Namespace) -> list[Result]:
     request = {
         "connector": connector.name,
         "extra": connector.extra,
-        "block_size": options.block_size,
+        "vllm": {
+            "block_size": options.block_size,
+            "world_size": options.tensor_parallel_size,
+        },
         "server": url,
         "http": options.http,
         "timeout": min(_SERVER_TIMEOUT_S, options.timeout),

@@ -2,9 +2,9 @@
 """Probe of LMCache: its native extensions, its settings, and its server.
 
 Usage: ``python -m lmcache_rbln.diagnose.probe_lmcache``, with a JSON object on standard
-input: ``connector`` (its name), ``extra`` (``kv_connector_extra_config``),
-``block_size``, ``server`` and ``http`` (URLs or null), ``timeout`` in seconds, and
-``environment``, which holds for the settings and not for this process.
+input: ``connector`` (its name), ``extra`` (``kv_connector_extra_config``), ``vllm``
+(what is known of it), ``server`` and ``http`` (URLs or null), ``timeout`` in seconds,
+and ``environment``, which holds for the settings and not for this process.
 """
 
 # Future
@@ -66,12 +66,14 @@ def _tell_settings(request: dict[str, Any]) -> None:
     """Check the settings as the engine does at start-up."""
     # Local
     from lmcache_rbln.diagnose.settings import examine
+    from lmcache_rbln.settings import VllmFacts
 
     environment = dict(os.environ) | request["environment"]
-    facts = examine(
-        environment, request["connector"], request["extra"], request["block_size"]
+    vllm = VllmFacts(**request["vllm"])
+    tell(
+        "settings",
+        **examine(environment, request["connector"], request["extra"], vllm),
     )
-    tell("settings", **facts)
 
 
 def _tell_server(request: dict[str, Any]) -> None:

@@ -38,7 +38,7 @@ def examine(
     environment: Mapping[str, str],
     connector: str,
     extra: Mapping[str, Any],
-    block_size: int | None,
+    vllm: VllmFacts,
 ) -> dict[str, Any]:
     """Check the settings; runs in the LMCache probe.
 
@@ -46,7 +46,7 @@ def examine(
         environment: The environment of the server.
         connector: The connector's class; empty if it is not known.
         extra: vLLM's ``kv_connector_extra_config``.
-        block_size: vLLM's; None if it is not known.
+        vllm: What is known of vLLM.
 
     Returns:
         ``problems``; and for LMCache in process ``values`` (what was set, by name, as
@@ -56,7 +56,7 @@ def examine(
     if connector == WITH_SERVER:
         found = check.examine_server(environment, extra)
         return {"problems": [asdict(problem) for problem in found]}
-    settings, found = check.examine(environment, extra, VllmFacts(block_size))
+    settings, found = check.examine(environment, extra, vllm)
     if connector != IN_PROCESS:
         # Not known yet: what would keep the other one from working.
         found += check.mode_problems(environment)

@@ -62,6 +62,12 @@ class Entry:
             return f"set {self.label}={value}"
         return f"set {self.label} to {value} in {self.place}"
 
+    def example(self, value: object) -> str:
+        """Return how to give it a value that works, or none if there is no such."""
+        if value is None:
+            return f"correct it, or {self.remove()}"
+        return f"{self.set_to(value)}, for example"
+
     def remove(self) -> str:
         """Return how to take it away."""
         if not self.place:
@@ -318,7 +324,7 @@ def _malformed(name: str, entry: Entry, wanted: str) -> Problem:
         name,
         f"{entry.where} is {shown}",
         wanted,
-        entry.set_to(wanted.split(";")[0]),
+        entry.example(table.default_of(name)),
     )
 
 

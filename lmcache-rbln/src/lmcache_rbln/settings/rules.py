@@ -79,7 +79,7 @@ def _ranges(settings: Settings, _: VllmFacts) -> Iterator[Problem]:
         if wanted:
             entry = settings.entry(name)
             found = f"{entry.where} is {show(value)}"
-            yield Problem(name, found, wanted, entry.set_to(wanted))
+            yield Problem(name, found, wanted, entry.example(table.default_of(name)))
 
 
 def _off(settings: Settings, _: VllmFacts) -> Iterator[Problem]:
@@ -214,8 +214,9 @@ def _import_problem(module: Any, class_name: Any) -> str:
     try:
         imported = importlib.import_module(module)
     except ModuleNotFoundError as error:
-        missing = show(error.name, kind="name")
-        at_fault = "" if missing == shown else f": it needs {missing}"
+        missing = error.name or ""
+        is_it = f"{module}.".startswith(f"{missing}.")
+        at_fault = "" if is_it else f": it needs {show(missing, kind='name')}"
         return f"no module {shown}{at_fault}"
     except Exception as error:
         return f"module {shown} can't be imported ({type(error).__name__})"
@@ -239,9 +240,16 @@ def _extra(settings: Settings, _: VllmFacts) -> Iterator[Problem]:
             try:
                 read_settings({key: value})
             except ValueError as error:
-                wanted = str(error).split(", got ")[0]
-                fix = f"correct it in {entry.place}"
-                yield Problem(key, f"{entry.where} is {shown}", wanted, fix)
+                # What it got may be a secret.
+                said, must, wanted = (
+                    str(error).split(", got ")[0].partition(" must be ")
+                )
+                yield Problem(
+                    key,
+                    f"{entry.where} is {shown}" if must else f"{said} ({entry.place})",
+                    wanted or "a setting of the RDS backend",
+                    f"correct {entry.place}",
+                )
                 continue
             if not has_rds:
                 yield Problem(

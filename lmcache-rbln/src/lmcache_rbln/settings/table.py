@@ -120,6 +120,13 @@ def definitions() -> Mapping[str, Mapping[str, Any]]:
     return found
 
 
+def default_of(name: str) -> Any:
+    """Return LMCache's default of a setting; None if it has none."""
+    if name in CONNECTOR_NUMBERS:
+        return CONNECTOR_NUMBERS[name][0]
+    return definitions().get(name, {}).get("default")
+
+
 def aliases() -> Mapping[str, str]:
     """Return the older names that LMCache still takes for a setting's."""
     # First Party
@@ -216,7 +223,7 @@ def show_setting(name: str, value: Any) -> str:
     """Return a setting's value as it may be printed."""
     definition = definitions().get(name)
     if definition is None:
-        return show(value)
+        return show(value, (), "number")
     kind = _kind(definition)
     words = WORDS.get(name, ())
     if kind in (_SWITCH, _WHOLE, _NUMBER, _WHOLES, _NUMBERS):
