@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 
 _KILL_WAIT_S = 5.0
-_MOST_OUTPUT = 1 << 22
+_MOST_OUTPUT = 1 << 21
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,12 @@ def run_command(
         code, problem = _wait(child, timeout_s)
         texts = []
         for file in (output, errors):
-            # What counts stands at the end.
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _MOST_OUTPUT))
-            texts.append(file.read(_MOST_OUTPUT).decode("utf-8", "replace"))
+            file.seek(0)
+            start = file.read(_MOST_OUTPUT)
+            # Without the middle, where there is too much.
+            rest = file.seek(0, os.SEEK_END) - _MOST_OUTPUT
+            file.seek(max(len(start), rest))
+            texts.append((start + file.read()).decode("utf-8", "replace"))
     return Ended(texts[0], texts[1], code, problem)
 
 

@@ -164,7 +164,7 @@ def ask_http(url: str, timeout_s: float) -> dict[str, Any]:
     if not isinstance(health, dict) or not isinstance(config, dict):
         return {"error": f"{shown} answers with JSON that is no object"}
     if health.get("status") != "healthy":
-        return {"error": f"{shown}: {one_line(show(health, ('ill', 'unhealthy')))}"}
+        return {"error": f"{shown}: {show(health.get('status'), kind='name')}"}
     server = config.get("mp")
     if not isinstance(server, dict):
         return {"error": f"{shown}: its configuration has no part mp"}
