@@ -7,6 +7,7 @@ from __future__ import annotations
 # Standard
 from pathlib import Path
 from typing import Any
+import functools
 import json
 import random
 
@@ -15,6 +16,7 @@ import pytest
 
 # First Party
 from lmcache_rbln.diagnose import __main__ as command
+from lmcache_rbln.diagnose.packages import installed
 from lmcache_rbln.diagnose.probe import Facts
 from lmcache_rbln.diagnose.settings import check_settings, examine
 from lmcache_rbln.settings import VllmFacts
@@ -91,6 +93,9 @@ def test_any_command_line_and_any_facts(
 
     monkeypatch.setattr(command, "run_probe", probe)
     monkeypatch.setattr(command, "service_state", lambda _: dice.choice([None, "x"]))
+    # Nothing of what is given changes what is installed.
+    monkeypatch.setattr(command, "STACK", ("lmcache",))
+    monkeypatch.setattr(command, "installed", functools.cache(installed))
     for _ in range(ROUNDS):
         words = command_line(dice)
         try:

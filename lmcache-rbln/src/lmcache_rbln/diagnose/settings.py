@@ -124,7 +124,7 @@ def check_chunk(
     chunk = server_chunk if uses_server else facts.get("chunk_size")
     if not isinstance(chunk, int) or chunk < 1:
         return skip(name, "the chunk size is not known")
-    place = "the server's" if uses_server else facts.get("chunk_place")
+    place = "server" if uses_server else facts.get("chunk_place")
     if block is None:
         return skip(name, f"chunk of {chunk} tokens ({place}); give --block-size")
     problem = next(
@@ -139,7 +139,7 @@ def check_chunk(
         fit = fitting_chunk_size(chunk, block)
         return fail(
             name,
-            f"chunk of {chunk} tokens (the server's), block of {block}",
+            f"chunk of {chunk} tokens (server), block of {block}",
             "a chunk that is a multiple of the block",
             f"start the server with --chunk-size {fit}, or start vLLM with another "
             "--block-size",
