@@ -16,6 +16,7 @@ import pytest
 
 # First Party
 from lmcache_rbln.diagnose import __main__ as command
+from lmcache_rbln.diagnose.npu import Monitor
 from lmcache_rbln.diagnose.packages import installed
 from lmcache_rbln.diagnose.probe import Facts
 from lmcache_rbln.diagnose.settings import check_settings, examine
@@ -25,22 +26,19 @@ SECRET = "hunter2-Zx9"
 ROUNDS = 400
 TOPICS = ("build", "settings", "http", "server", "library", "torch", "rds", "vllm")
 KEYS = (
-    "error",
-    "chunk_size",
-    "modes",
-    "mode",
-    "problems",
-    "values",
-    "plugins",
-    "torch",
+    *("error", "chunk_size", "modes", "mode", "problems", "values", "plugins", "torch"),
+    *("broken", "loaded", "built_for", "abi", "built_abi", "simulated", "physical"),
+    *("available", "devices", "refused", "unloadable", "abi_problem", "chunk_place"),
 )
-KEYS += ("broken", "loaded", "built_for", "abi", "built_abi", "simulated", "physical")
-KEYS += ("available", "devices", "refused", "unloadable", "abi_problem", "chunk_place")
-WORDS = ("--json", "--block-size", "--kv-transfer-config", "--server", "--http")
-WORDS += ("--timeout", "--tensor-parallel-size", "--bad", "positional")
-NAMES = ("lmcache.mp.server_urls", "lmcache.mp.port", "lmcache.mp.host", "connectors")
-NAMES += ("lmcache.chunk_size", "lmcache.extra_config", "kv_connector", "kv_role")
-NAMES += ("kv_connector_extra_config", "rds_buffer_size", "lmcache_rbln.allow_degraded")
+WORDS = (
+    *("--json", "--block-size", "--kv-transfer-config", "--server", "--http"),
+    *("--timeout", "--tensor-parallel-size", "--bad", "positional"),
+)
+NAMES = (
+    *("lmcache.mp.server_urls", "lmcache.mp.port", "lmcache.mp.host", "connectors"),
+    *("lmcache.chunk_size", "lmcache.extra_config", "kv_connector", "kv_role"),
+    *("kv_connector_extra_config", "rds_buffer_size", "lmcache_rbln.allow_degraded"),
+)
 
 
 def anything(dice: random.Random, depth: int = 0) -> Any:
@@ -81,7 +79,7 @@ def test_any_command_line_and_any_facts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dice = random.Random(14)
-    codes = []
+    codes: list[object] = []
 
     def probe(*_: Any) -> Facts:
         topics: dict[str, dict[str, Any]] = {}
@@ -93,6 +91,7 @@ def test_any_command_line_and_any_facts(
 
     monkeypatch.setattr(command, "run_probe", probe)
     monkeypatch.setattr(command, "service_state", lambda _: dice.choice([None, "x"]))
+    monkeypatch.setattr(command, "read_monitor", lambda _: Monitor({}, problem="none"))
     # Nothing of what is given changes what is installed.
     monkeypatch.setattr(command, "STACK", ("lmcache",))
     monkeypatch.setattr(command, "installed", functools.cache(installed))

@@ -96,6 +96,12 @@ def test_what_vllm_says_of_it(vllm: dict[str, str], found: str) -> None:
     assert result.fix
 
 
+def test_a_vllm_that_was_not_asked() -> None:
+    result = check_connector(read_connector(IN_PROCESS), None)
+    assert result.status is Status.SKIP
+    assert "torch" in result.found
+
+
 def test_a_vllm_that_is_broken_fails_without_a_connector_too() -> None:
     assert check(None, error="ImportError: x").status is Status.FAIL
 

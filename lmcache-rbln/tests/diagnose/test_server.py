@@ -219,7 +219,7 @@ GARBAGE = (
 )
 
 
-@pytest.mark.parametrize("answer", GARBAGE)
+@pytest.mark.parametrize("answer", GARBAGE, ids=range(len(GARBAGE)))
 def test_a_port_that_is_not_http_is_one_line(answer: bytes) -> None:
     with listener(says(answer)) as port:
         error = ask_http(f"127.0.0.1:{port}", 0.5)["error"]

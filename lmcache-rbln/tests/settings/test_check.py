@@ -347,6 +347,7 @@ SECRET = "hunter2-Zx9"
         ("[" * 20000, "can't be parsed"),
         ("x" * (1 << 21), "2097152 bytes"),
     ],
+    ids=lambda text: repr(text[:20]),
 )
 def test_a_file_that_is_wrong(tmp_path: Path, text: str, found: str) -> None:
     file = tmp_path / "lmcache.yaml"

@@ -141,7 +141,7 @@ def run_checks(options: argparse.Namespace) -> list[Result]:
     settings = lmcache.get("settings")
     library, torch = runtime.get("library"), runtime.get("torch")
     # Without torch there is no vLLM either, and that has its own line.
-    vllm = {} if torch.get("error") else runtime.get("vllm")
+    vllm = None if torch.get("error") else runtime.get("vllm")
     simulated = bool(library.get("simulated"))
     packages = {name: installed(name) for name in STACK}
     uses_server = bool(url or options.http or connector.name == WITH_SERVER)

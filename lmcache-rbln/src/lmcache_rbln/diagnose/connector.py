@@ -97,12 +97,12 @@ def _server_of(extra: Mapping[str, Any]) -> str | None:
     return f"{host}:{extra.get(f'{_SERVER_PREFIX}port', _DEFAULT_PORT)}"
 
 
-def check_connector(connector: Connector, vllm: Mapping[str, Any]) -> Result:
+def check_connector(connector: Connector, vllm: Mapping[str, Any] | None) -> Result:
     """Check that vLLM can load the connector, and that it is one that works on RBLN.
 
     Args:
         connector: The configuration.
-        vllm: The topic ``vllm`` of the runtime probe.
+        vllm: The topic ``vllm`` of the runtime probe; None if vLLM was not asked.
     """
     name = "connector"
     fix = f"""--kv-transfer-config '{{"kv_connector":"{IN_PROCESS}",\
@@ -110,6 +110,7 @@ def check_connector(connector: Connector, vllm: Mapping[str, Any]) -> Result:
     wanted = f"{IN_PROCESS}, or {WITH_SERVER} with an lmcache server"
     if connector.problem:
         return fail(name, one_line(connector.problem), "a JSON object", fix)
+    asked, vllm = vllm is not None, vllm or {}
     if vllm.get("error"):
         found = one_line(f"import vllm: {vllm['error']}")
         return fail(name, found, "vLLM that can be imported", "install vLLM again")
@@ -126,7 +127,9 @@ def check_connector(connector: Connector, vllm: Mapping[str, Any]) -> Result:
         return fail(
             name, found, wanted, "correct kv_connector_module_path, or leave it out"
         )
-    role = connector.config.get("kv_role")
+    if not asked:
+        return skip(name, f"{connector.name}; vLLM not asked: torch can't be imported")
+    role = connector.config["kv_role"]  # vLLM accepted it
     policy = connector.config.get("kv_load_failure_policy")
     if connector.outer == _MULTI and policy != "recompute":
         return warn(
