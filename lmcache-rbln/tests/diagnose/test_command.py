@@ -153,7 +153,7 @@ def test_malformed_everything(without_torch: Diagnose) -> None:
         "--http",
         "http://127.0.0.1:9",
         "--block-size",
-        "-1",
+        "1",
         PYTHONHASHSEED="random",
         RBLN_VISIBLE_DEVICES="zero",
         LMCACHE_CHUNK_SIZE="x",
@@ -196,7 +196,9 @@ def test_torch_rbln_without_its_runtime(diagnose: Diagnose) -> None:
     assert checks["hash seed"]["status"] == "ok"
 
 
-@pytest.mark.parametrize("words", [["--help"], ["--block-size", "x"], ["--bad"]])
+@pytest.mark.parametrize(
+    "words", [["--help"], ["--block-size", "x"], ["--timeout", "-1"], ["--bad"]]
+)
 def test_the_command_line(words: list[str], diagnose: Diagnose) -> None:
     done = diagnose.run(*words)
     assert done.returncode == (0 if words == ["--help"] else 2)
@@ -204,6 +206,7 @@ def test_the_command_line(words: list[str], diagnose: Diagnose) -> None:
     for flag in (
         "--json",
         "--block-size",
+        "--tensor-parallel-size",
         "--kv-transfer-config",
         "--server",
         "--http",
@@ -225,5 +228,8 @@ def test_a_check_that_breaks_is_a_failure(
     no_probe: Callable[..., Facts] = lambda *_, **__: Facts(problem="not run")  # noqa: E731
     monkeypatch.setattr(command, "run_probe", no_probe)
     monkeypatch.setattr(command, "check_hash_seed", broken)
+    assert command.main([]) == 1
+    assert "the check broke: KeyError: 'oh'" in capsys.readouterr().out
+    monkeypatch.setattr(command, "run_probe", broken)
     assert command.main([]) == 1
     assert "the check broke: KeyError: 'oh'" in capsys.readouterr().out

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""--kv-transfer-config, and chunks of whole blocks."""
+"""--kv-transfer-config."""
 
 # Future
 from __future__ import annotations
@@ -12,12 +12,8 @@ import json
 import pytest
 
 # First Party
-from lmcache_rbln.diagnose.connector import (
-    check_chunk,
-    check_connector,
-    read_connector,
-)
-from lmcache_rbln.diagnose.result import Status
+from lmcache_rbln.diagnose.connector import check_connector, read_connector
+from lmcache_rbln.diagnose.result import Result, Status
 
 IN_PROCESS = '{"kv_connector":"RBLNLMCacheConnectorV1","kv_role":"kv_both"}'
 
@@ -34,13 +30,17 @@ def with_server(**extra: Any) -> str:
     )
 
 
+def check(text: str | None, **vllm: Any) -> Result:
+    return check_connector(read_connector(text), vllm)
+
+
 def test_the_connectors_for_rbln() -> None:
-    result = check_connector(read_connector(IN_PROCESS))
+    result = check(IN_PROCESS)
     assert result.status is Status.OK
     assert result.found == "RBLNLMCacheConnectorV1 (kv_both)"
-    connector = read_connector(with_server(host="tcp://127.0.0.1", port=6555))
-    assert connector.server == "tcp://127.0.0.1:6555"
-    assert "server tcp://127.0.0.1:6555" in check_connector(connector).found
+    text = with_server(host="tcp://127.0.0.1", port=6555)
+    assert read_connector(text).server == "tcp://127.0.0.1:6555"
+    assert "server tcp://127.0.0.1:6555" in check(text).found
 
 
 @pytest.mark.parametrize(
@@ -49,6 +49,9 @@ def test_the_connectors_for_rbln() -> None:
         (with_server(), "tcp://localhost:5555"),
         (with_server(server_urls="tcp://a:1, tcp://b:2"), "tcp://a:1"),
         (with_server(server_urls=["tcp://c:3"], host="x"), "tcp://c:3"),
+        (with_server(server_urls=5), None),
+        (with_server(server_urls={"a": "tcp://a:1"}), None),
+        (with_server(server_urls=[5, None]), None),
         (IN_PROCESS, None),
     ],
 )
@@ -57,56 +60,73 @@ def test_the_server_that_a_connector_uses(text: str, server: str | None) -> None
 
 
 def test_no_connector_is_no_failure() -> None:
-    assert check_connector(read_connector(None)).status is Status.SKIP
+    assert check(None).status is Status.SKIP
 
 
 @pytest.mark.parametrize(
     ("text", "found"),
     [
         ("{'kv_connector': 1}", "not JSON"),
+        ("[" * 100000, "not JSON"),
         ("[]", "a JSON list"),
         ('{"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}', "LMCacheConn"),
         ('{"kv_role": "kv_both"}', "no kv_connector"),
-        ('{"kv_connector": "RBLNLMCacheConnectorV1"}', "kv_role=''"),
         ('{"kv_role": "kv_both", "kv_connector_extra_config": [1]}', "not an object"),
     ],
 )
 def test_a_connector_that_does_not_work(text: str, found: str) -> None:
-    result = check_connector(read_connector(text))
+    result = check(text)
     assert result.status is Status.FAIL
     assert found in result.found
     assert IN_PROCESS in result.fix
 
 
-def test_a_multi_connector_is_not_looked_into() -> None:
-    text = '{"kv_connector": "MultiConnector", "kv_role": "kv_both"}'
-    assert check_connector(read_connector(text)).status is Status.WARN
+@pytest.mark.parametrize(
+    ("vllm", "found"),
+    [
+        ({"error": "ImportError: libcudart.so.12"}, "import vllm: ImportError"),
+        ({"refused": "kv_load_failure_policy: Input should be"}, "kv_load_failure"),
+        ({"unloadable": "ModuleNotFoundError: No module"}, "No module"),
+    ],
+)
+def test_what_vllm_says_of_it(vllm: dict[str, str], found: str) -> None:
+    result = check(IN_PROCESS, **vllm)
+    assert result.status is Status.FAIL
+    assert found in result.found
+    assert result.fix
 
 
-@pytest.mark.parametrize(("chunk", "block"), [(256, 256), (1024, 128)])
-def test_chunks_of_whole_blocks(chunk: int, block: int) -> None:
-    result = check_chunk(chunk, "LMCACHE_CHUNK_SIZE", block)
-    assert result.status is Status.OK
-    assert f"chunk of {chunk} tokens" in result.found
+def test_a_vllm_that_was_not_asked() -> None:
+    result = check_connector(read_connector(IN_PROCESS), None)
+    assert result.status is Status.SKIP
+    assert "torch" in result.found
+
+
+def test_a_vllm_that_is_broken_fails_without_a_connector_too() -> None:
+    assert check(None, error="ImportError: x").status is Status.FAIL
 
 
 @pytest.mark.parametrize(
-    ("chunk", "source", "block", "fix"),
-    [
-        (256, "LMCACHE_CHUNK_SIZE", 1024, "export LMCACHE_CHUNK_SIZE=1024"),
-        (1000, "server", 256, "start the server with --chunk-size 1024"),
-        (0, "LMCACHE_CHUNK_SIZE", 256, "LMCACHE_CHUNK_SIZE"),
-        (256, "LMCACHE_CHUNK_SIZE", 0, "--block-size"),
-    ],
+    ("policy", "status"), [("recompute", Status.OK), (None, Status.WARN)]
 )
-def test_chunks_of_other_sizes(chunk: int, source: str, block: int, fix: str) -> None:
-    result = check_chunk(chunk, source, block)
-    assert result.status is Status.FAIL
-    assert fix in result.fix
+def test_a_connector_in_a_multi_connector(policy: str | None, status: Status) -> None:
+    inner = json.loads(IN_PROCESS) | {"kv_connector_extra_config": {"a": 1}}
+    config = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": ["odd", {}, inner]},
+    }
+    if policy:
+        config["kv_load_failure_policy"] = policy
+    assert read_connector(json.dumps(config)).extra == {"a": 1}
+    result = check(json.dumps(config))
+    assert result.status is status
+    if status is Status.WARN:
+        assert "kv_load_failure_policy" in result.fix
 
 
-def test_unknown_sizes_are_not_compared() -> None:
-    assert check_chunk(None, "server", 256).status is Status.SKIP
-    result = check_chunk(256, "LMCACHE_CHUNK_SIZE", None)
-    assert result.status is Status.SKIP
-    assert "--block-size" in result.found
+@pytest.mark.parametrize("connectors", [None, 5, [], ["odd"], [{"kv_connector": 1}]])
+def test_a_multi_connector_without_one_for_rbln(connectors: Any) -> None:
+    extra = {"connectors": connectors}
+    config = {"kv_connector": "MultiConnector", "kv_connector_extra_config": extra}
+    assert check(json.dumps(config)).status is Status.FAIL

@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 import json
+import os
 import re
 import subprocess
 import sys
@@ -180,7 +182,7 @@ def test_a_server_in_the_wrong_mode_logs_why_it_answers_no_worker(
 def test_malformed_visible_npus_are_named(machine: Machine) -> None:
     before = opens(machine)
     environment = machine.environment | {"RBLN_VISIBLE_DEVICES": "zero"}
-    facts = run_probe("lmcache_rbln.diagnose.probe_runtime", [], environment, 300)
+    facts = run_probe("lmcache_rbln.diagnose.probe_runtime", None, environment, 300)
     monitor = read_monitor(environment["PATH"])
     result = check_npu(facts.get("torch"), True, monitor, environment)
     assert facts.get("library")["simulated"]
@@ -193,3 +195,92 @@ def test_what_servers_tell_over_http(machine: Machine) -> None:
     for server in (machine.engine_driven, machine.lmcache_driven):
         facts = ask_http(f"127.0.0.1:{server.http_port}", 30)
         assert facts == {"mode": server.config.transfer_mode, "chunk_size": 256}
+
+
+SECRET = "hunter2-Zx9"
+IN_PROCESS: dict[str, Any] = {
+    "kv_connector": "RBLNLMCacheConnectorV1",
+    "kv_role": "kv_both",
+}
+RDS = {
+    "storage_plugin.R.module_path": "lmcache_rbln.storage_plugin.rds_backend",
+    "storage_plugin.R.class_name": "RDSBackend",
+}
+
+
+def checks_of(
+    machine: Machine, config: dict[str, Any], **variables: str
+) -> dict[str, dict[str, str]]:
+    environment = machine.environment | variables
+    words = ["--json", "--block-size", "128", "--timeout", "300"]
+    done = subprocess.run(
+        [sys.executable, "-m", "lmcache_rbln.diagnose", *words]
+        + ["--kv-transfer-config", json.dumps(config)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 1, done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+    assert SECRET not in done.stdout + done.stderr
+    return {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+
+
+def test_what_the_engine_refuses_fails(machine: Machine) -> None:
+    """The settings by one whole command; one by one in ``tests/settings``."""
+    extra = RDS | {
+        "storage_plugin.Q.module_path": "lmcache_rbln.storage_plugin.rds_backend",
+        "storage_plugin.Q.class_name": "RDSBackends",
+        "rds_buffer_size": "2048",
+        "rds_bufer_size": 64,
+        "save_only_first_rank": True,
+        "redis_password": SECRET,
+    }
+    before = opens(machine)
+    checks = checks_of(
+        machine,
+        IN_PROCESS
+        | {
+            "kv_load_failure_policy": "retry",
+            "kv_connector_extra_config": {"lmcache.chunk_size": 200, "pwd": SECRET},
+        },
+        LMCACHE_STORAGE_PLUGINS="R,Q",
+        LMCACHE_ENABLE_SCHEDULER_BYPASS_LOOKUP="True",
+        LMCACHE_DEVICE_BACKEND="cuda",
+        LMCACHE_EXTRA_CONFIG=json.dumps(extra),
+    )
+    settings = checks["settings"]
+    assert settings["status"] == "fail"
+    for part in (
+        "RDSBackend works without LMCache's CPU tier",
+        "no class 'RDSBackends'",
+        "rds_buffer_size in LMCACHE_EXTRA_CONFIG is '2048'",
+        "rds_bufer_size is not a setting",
+        "keeping chunks of the first rank only",
+        "a scheduler that looks up without the workers",
+        "LMCACHE_DEVICE_BACKEND is 'cuda'",
+    ):
+        assert part in settings["found"], settings
+    assert "kv_load_failure_policy" in checks["connector"]["found"]
+    assert "to 256 in kv_connector_extra_config" in checks["chunk and block"]["fix"]
+    assert opens(machine) == before
+
+
+def test_a_vllm_that_is_broken_fails(machine: Machine, tmp_path: Path) -> None:
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text("raise ImportError('libcudart')")
+    checks = checks_of(
+        machine, IN_PROCESS, PYTHONPATH=f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
+    )
+    assert checks["connector"]["status"] == "fail"
+    assert "import vllm: ImportError: libcudart" in checks["connector"]["found"]
+
+
+def test_http_at_the_request_channel_is_one_line(machine: Machine) -> None:
+    port = machine.engine_driven.port
+    done = machine.diagnose("--json", "--http", f"127.0.0.1:{port}")
+    assert done.returncode == 1
+    assert "Traceback" not in done.stdout + done.stderr
+    checks = {c["name"]: c for c in json.loads(done.stdout)["checks"]}
+    assert f"127.0.0.1:{port}" in checks["server"]["found"]

@@ -18,7 +18,7 @@ import pytest
 from lmcache_rbln.diagnose.probe import Facts, run_probe
 
 FIRST = """
-import os, signal, subprocess, sys, time
+import json, os, signal, subprocess, sys, time
 from lmcache_rbln.diagnose.probe import tell
 tell("first", value=1)
 """
@@ -28,7 +28,7 @@ def run(folder: Path, code: str, timeout_s: float = 300) -> Facts:
     (folder / "probe_under_test.py").write_text(FIRST + textwrap.dedent(code))
     path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": path}
-    return run_probe("probe_under_test", ["argument"], environment, timeout_s)
+    return run_probe("probe_under_test", {"asked": "é"}, environment, timeout_s)
 
 
 def test_facts_among_the_noise_of_libraries(tmp_path: Path) -> None:
@@ -36,13 +36,16 @@ def test_facts_among_the_noise_of_libraries(tmp_path: Path) -> None:
         tmp_path,
         """
         print("INFO no newline at the end", end="")
-        tell("second", argument=sys.argv[1], text="line\\nbreak")
-        print("@lmcache-rbln-fact {broken")
+        tell("second", **json.load(sys.stdin), text="line\\nbreak")
+        for odd in ("{broken", "[1]", "5", '{"no": "topic"}', "[" * 5000):
+            print("@lmcache-rbln-fact " + odd)
+        print("x" * (1 << 22))
+        tell("last")
         """,
     )
     assert facts.problem == ""
     assert facts.get("first") == {"value": 1}
-    assert facts.get("second") == {"argument": "argument", "text": "line\nbreak"}
+    assert facts.get("second") == {"asked": "é", "text": "line\nbreak"}
     assert facts.get("third") == {"error": "the probe did not get that far"}
 
 

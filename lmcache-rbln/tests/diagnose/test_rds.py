@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 # First Party
-from lmcache_rbln.diagnose.rds import PLUGIN_MODULE, check_rds, service_state
+from lmcache_rbln.diagnose.rds import check_rds, service_state
 from lmcache_rbln.diagnose.result import Status
+from lmcache_rbln.settings.rules import RDS_MODULE
 
 READY: dict[str, Any] = {"available": True, "devices": 2}
-USED = {"RDSBackend": PLUGIN_MODULE}
+USED = {"RDSBackend": RDS_MODULE}
 
 
 @pytest.mark.parametrize("service", ["active", None])

@@ -5,8 +5,8 @@
 from __future__ import annotations
 
 # Standard
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 import json
@@ -17,6 +17,7 @@ import threading
 import pytest
 
 # First Party
+from lmcache_rbln.diagnose import server
 from lmcache_rbln.diagnose.result import Status
 from lmcache_rbln.diagnose.server import (
     ask_http,
@@ -46,13 +47,13 @@ def http_server(pages: dict[str, tuple[int, str]]) -> Iterator[str]:
         def log_message(self, *_: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+    served = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=served.serve_forever, args=(0.05,))
     thread.start()
-    yield f"http://127.0.0.1:{server.server_port}/"
-    server.shutdown()
+    yield f"http://127.0.0.1:{served.server_port}/"
+    served.shutdown()
     thread.join()
-    server.server_close()
+    served.server_close()
 
 
 def test_no_server_is_no_failure() -> None:
@@ -142,7 +143,7 @@ def test_the_configuration_that_http_tells() -> None:
         ({}, "HTTP 404"),
         ({"/healthcheck": (503, "{}")}, "HTTP 503"),
         ({"/healthcheck": (200, "<html>")}, "Expecting value"),
-        (HEALTHY | {"/config": (200, "[]")}, "has no attribute"),
+        (HEALTHY | {"/config": (200, "[]")}, "no object"),
         (
             {
                 "/healthcheck": (200, '{"status": "ill"}'),
@@ -150,6 +151,8 @@ def test_the_configuration_that_http_tells() -> None:
             },
             "ill",
         ),
+        (HEALTHY | {"/config": (200, '{"mp": 5}')}, "no part mp"),
+        ({"/healthcheck": (200, "\\ud800" + "[" * 100000)}, "JSON"),
     ],
 )
 def test_http_that_is_no_healthy_server(
@@ -166,3 +169,137 @@ def test_http_that_is_not_there() -> None:
         assert "refused" in ask_http(url, 60)["error"]
         closed.listen()  # accepts, and never answers
         assert "timed out" in ask_http(url, 0.2)["error"]
+
+
+@contextmanager
+def listener(talk: Callable[[socket.socket], None]) -> Iterator[int]:
+    """A port that says what it says, to any number of callers."""
+    with socket.create_server(("127.0.0.1", 0)) as port:
+
+        def serve() -> None:
+            while True:
+                try:
+                    connection, _ = port.accept()
+                except OSError:
+                    return
+                with connection, suppress(OSError):
+                    talk(connection)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield port.getsockname()[1]
+        port.shutdown(socket.SHUT_RDWR)
+    thread.join(60)
+
+
+def says(*answers: bytes) -> Callable[[socket.socket], None]:
+    """Answer, then wait for the other side to leave."""
+
+    def talk(connection: socket.socket) -> None:
+        for answer in answers:
+            connection.sendall(answer)
+        connection.settimeout(10)
+        while connection.recv(100):
+            pass
+
+    return talk
+
+
+GARBAGE = (
+    b"\0" * 30,
+    b"SSH-2.0-OpenSSH_9.6\r\n",
+    bytes(range(256)),
+    b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n\xff\xfe\0\0\0",
+    b"HTTP/1.1 200 OK\r\nContent-Length: -5\r\n\r\n{}",
+    b"HTTP/9.9 abc\r\n\r\n",
+    b"HTTP/1.1 200 OK\r\n" + b"A: b\r\n" * 200 + b"\r\n",
+    b"HTTP/1.1 302 x\r\nLocation: gopher://x\r\n\r\n",
+    b"HTTP/1.1 200 OK\r\n\r\n" + b"[" * 300000,
+    b"",
+)
+
+
+@pytest.mark.parametrize("answer", GARBAGE, ids=range(len(GARBAGE)))
+def test_a_port_that_is_not_http_is_one_line(answer: bytes) -> None:
+    with listener(says(answer)) as port:
+        error = ask_http(f"127.0.0.1:{port}", 0.5)["error"]
+    assert error
+    assert "\n" not in error
+    assert len(error) < 400
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["", "http://", "http://[::1", "::1", "http://a b", "file:///etc/passwd", "ftp://x"]
+    + [
+        "http://127.0.0.1:99999",
+        "http://127.0.0.1:x",
+        "\0",
+        "http://\ud800",
+        "x" * 5000,
+    ],
+)
+def test_urls_that_are_none(url: str) -> None:
+    assert ask_http(url, 0.5)["error"]
+    assert isinstance(connection_problem(server_url(url), 0.5), str)
+
+
+ZMQ = b"\xff" + b"\0" * 8 + b"\x7f\x03"
+HTTP2 = b"\0\0\x12\x04\0\0\0\0\0" + b"\0" * 18
+
+
+@pytest.mark.parametrize(
+    ("scheme", "answer", "problem"),
+    [
+        ("tcp", ZMQ, ""),
+        ("grpc", HTTP2, ""),
+        ("tcp", HTTP2, "the server speaks gRPC there; use grpc://"),
+        ("grpc", ZMQ, "the server speaks ZMQ there; use tcp://"),
+        ("tcp", b"HTTP/1.1 400 Bad\r\n", "speaks HTTP there, not the server's request"),
+        ("tcp", b"garbage", ""),
+        ("tcp", b"", ""),
+    ],
+)
+def test_the_transport_is_named(
+    scheme: str, answer: bytes, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "_GREETING_S", 0.3 if not answer else 30.0)
+    with listener(says(answer)) as port:
+        found = connection_problem(f"{scheme}://127.0.0.1:{port}", 60)
+    assert problem in found
+    assert bool(problem) == bool(found)
+
+
+def test_a_server_that_waits_for_its_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_GREETING_S", 0.3)
+
+    def grpc(connection: socket.socket) -> None:
+        connection.settimeout(30)
+        if connection.recv(100).startswith(b"PRI * HTTP/2.0"):
+            connection.sendall(HTTP2)
+            connection.recv(100)
+
+    with listener(grpc) as port:
+        assert "use grpc://" in connection_problem(f"tcp://127.0.0.1:{port}", 60)
+
+
+def test_a_client_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    # First Party
+    from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
+
+    opened: list[Any] = []
+
+    class Client:
+        def __init__(self) -> None:
+            self.closed = False
+            opened.append(self)
+
+        def get_chunk_size(self) -> Any:
+            raise TimeoutError
+
+        def close(self) -> None:
+            self.closed = True
+
+    monkeypatch.setattr(RequestClientFactory, "create", lambda _: Client())
+    assert "gives no answer" in server.ask(URL, True, 1)["error"]
+    assert [client.closed for client in opened] == [True]

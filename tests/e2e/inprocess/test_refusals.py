@@ -19,8 +19,9 @@ BROKEN_PLUGIN = {
     "LMCACHE_STORAGE_PLUGINS": "Broken",
     "LMCACHE_EXTRA_CONFIG": json.dumps(
         {
-            "storage_plugin.Broken.module_path": "there_is_no_such_module",
-            "storage_plugin.Broken.class_name": "Broken",
+            # A class that is there, and can't be made of what LMCache gives it.
+            "storage_plugin.Broken.module_path": "fractions",
+            "storage_plugin.Broken.class_name": "Fraction",
         }
     ),
 }

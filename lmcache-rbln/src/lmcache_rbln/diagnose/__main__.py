@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 import argparse
-import json
 import os
 import shutil
 import sys
@@ -18,8 +17,6 @@ import sys
 from lmcache_rbln.diagnose import report
 from lmcache_rbln.diagnose.connector import (
     WITH_SERVER,
-    Connector,
-    check_chunk,
     check_connector,
     read_connector,
 )
@@ -30,19 +27,34 @@ from lmcache_rbln.diagnose.packages import (
     check_package,
     installed,
 )
-from lmcache_rbln.diagnose.probe import Facts, run_probe
+from lmcache_rbln.diagnose.probe import run_probe
 from lmcache_rbln.diagnose.rds import check_rds, service_state
 from lmcache_rbln.diagnose.result import Result, fail, one_line
-from lmcache_rbln.diagnose.server import (
-    ask_http,
-    check_server,
-    connection_problem,
-    server_url,
-)
-from lmcache_rbln.diagnose.settings import check_hash_seed, check_settings
+from lmcache_rbln.diagnose.server import check_server, server_url
+from lmcache_rbln.diagnose.settings import check_chunk, check_hash_seed, check_settings
 
 # For a server that accepts a connection; one that has the answer gives it at once.
 _SERVER_TIMEOUT_S = 5.0
+# Above it, waiting is no use.
+_LONGEST_S = 3600.0
+# Has the probe's LMCache use the CPU: whether RBLN works is the other probe's business.
+_BACKEND = "LMCACHE_DEVICE_BACKEND"
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= _LONGEST_S:  # nan is neither
+        raise argparse.ArgumentTypeError(
+            f"more than 0 and at most {_LONGEST_S:g} seconds, not {text}"
+        )
+    return value
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"1 or more, not {text}")
+    return value
 
 
 def arguments(words: Sequence[str] | None) -> argparse.Namespace:
@@ -55,7 +67,13 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
-        "--block-size", type=int, metavar="N", help="vLLM's --block-size, in tokens"
+        "--block-size", type=_count, metavar="N", help="vLLM's --block-size, in tokens"
+    )
+    parser.add_argument(
+        "--tensor-parallel-size",
+        type=_count,
+        metavar="N",
+        help="vLLM's --tensor-parallel-size",
     )
     parser.add_argument(
         "--kv-transfer-config", metavar="JSON", help="vLLM's --kv-transfer-config"
@@ -70,39 +88,12 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--timeout",
-        type=float,
+        type=_seconds,
         default=60.0,
         metavar="S",
         help="seconds after which a part that hangs is given up (default: 60)",
     )
     return parser.parse_args(words)
-
-
-def ask_lmcache(
-    connector: Connector, url: str | None, modes: bool, timeout_s: float
-) -> Facts:
-    """Run the LMCache probe in an environment where it can't fail for RBLN's sake."""
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name != "LMCACHE_DEVICE_BACKEND"
-    }
-    # torch without torch-rbln, which fails to import without a runtime; whether it
-    # works is the other probe's business.
-    environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
-    environment["TORCH_RBLN_DIAGNOSE"] = "1"
-    request = {
-        "connector_config": dict(connector.extra),
-        "server": url,
-        "modes": modes,
-        "timeout": min(_SERVER_TIMEOUT_S, timeout_s),
-    }
-    return run_probe(
-        "lmcache_rbln.diagnose.probe_lmcache",
-        [json.dumps(request)],
-        environment,
-        timeout_s,
-    )
 
 
 def run_checks(options: argparse.Namespace) -> list[Result]:
@@ -111,38 +102,50 @@ def run_checks(options: argparse.Namespace) -> list[Result]:
     connector = read_connector(options.kv_transfer_config)
     server = options.server or connector.server
     url = server_url(server) if server else None
-    unreachable = connection_problem(url, _SERVER_TIMEOUT_S) if url else ""
-    http: dict[str, Any] = {}
-    if options.http:
-        http = ask_http(options.http, _SERVER_TIMEOUT_S)
+    # torch without torch-rbln, which fails to import without a runtime.
+    for_lmcache = {n: v for n, v in environment.items() if n != _BACKEND} | {
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+        "TORCH_RBLN_DIAGNOSE": "1",
+    }
+    request = {
+        "connector": connector.name,
+        "extra": connector.extra,
+        "vllm": {
+            "block_size": options.block_size,
+            "world_size": options.tensor_parallel_size,
+        },
+        "server": url,
+        "http": options.http,
+        "timeout": min(_SERVER_TIMEOUT_S, options.timeout),
+        "environment": {n: v for n, v in environment.items() if n == _BACKEND},
+    }
     with ThreadPoolExecutor(2) as pool:
-        lmcache_probe = pool.submit(
-            ask_lmcache,
-            connector,
-            None if unreachable else url,
-            not http.get("mode"),
-            options.timeout,
-        )
-        runtime_probe = pool.submit(
-            run_probe,
-            "lmcache_rbln.diagnose.probe_runtime",
-            [],
-            environment,
-            options.timeout,
-        )
+        probes = [
+            pool.submit(
+                run_probe,
+                f"lmcache_rbln.diagnose.probe_{name}",
+                asked,
+                variables,
+                options.timeout,
+            )
+            for name, asked, variables in (
+                ("lmcache", request, for_lmcache),
+                ("runtime", connector.config, environment),
+            )
+        ]
         monitor = read_monitor(environment.get("PATH"))
         service = service_state(environment.get("PATH"))
-        lmcache, runtime = lmcache_probe.result(), runtime_probe.result()
-    answer: Mapping[str, Any] = {}
-    if url:
-        answer = {"error": unreachable} if unreachable else lmcache.get("server")
+        lmcache, runtime = (probe.result() for probe in probes)
+    answer: Mapping[str, Any] = lmcache.get("server") if url else {}
+    http: Mapping[str, Any] = lmcache.get("http") if options.http else {}
     settings = lmcache.get("settings")
     library, torch = runtime.get("library"), runtime.get("torch")
+    # Without torch there is no vLLM either, and that has its own line.
+    vllm = None if torch.get("error") else runtime.get("vllm")
     simulated = bool(library.get("simulated"))
     packages = {name: installed(name) for name in STACK}
-    chunk, source = settings.get("chunk_size"), "LMCACHE_CHUNK_SIZE"
-    if url or options.http or connector.name == WITH_SERVER:
-        chunk, source = answer.get("chunk_size") or http.get("chunk_size"), "server"
+    uses_server = bool(url or options.http or connector.name == WITH_SERVER)
+    server_chunk = answer.get("chunk_size") or http.get("chunk_size")
 
     checks: list[tuple[str, Callable[[], Result]]] = [
         (name, lambda name=name: check_package(name, packages, simulated))  # type: ignore[misc]
@@ -153,9 +156,14 @@ def run_checks(options: argparse.Namespace) -> list[Result]:
         ("RBLN runtime", lambda: check_runtime(library, torch, environment)),
         ("NPU", lambda: check_npu(torch, simulated, monitor, environment)),
         ("hash seed", lambda: check_hash_seed(environment)),
-        ("settings", lambda: check_settings(settings, environment)),
-        ("connector", lambda: check_connector(connector)),
-        ("chunk and block", lambda: check_chunk(chunk, source, options.block_size)),
+        ("settings", lambda: check_settings(settings)),
+        ("connector", lambda: check_connector(connector, vllm)),
+        (
+            "chunk and block",
+            lambda: check_chunk(
+                settings, server_chunk, uses_server, options.block_size
+            ),
+        ),
         ("server", lambda: check_server(url, answer, options.http, http)),
         (
             "RDS",
@@ -172,12 +180,16 @@ def guarded(name: str, check: Callable[[], Result]) -> Result:
     try:
         return check()
     except Exception as error:
-        return fail(
-            name,
-            one_line(f"the check broke: {type(error).__name__}: {error}"),
-            "a check that ends",
-            "report this with the output of --json",
-        )
+        return _broken(name, error)
+
+
+def _broken(name: str, error: Exception) -> Result:
+    return fail(
+        name,
+        one_line(f"the check broke: {type(error).__name__}: {error}"),
+        "a check that ends",
+        "report this with the output of --json",
+    )
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -190,11 +202,16 @@ def main(words: Sequence[str] | None = None) -> int:
         The exit code: 0 if no check failed, else 1.
     """
     options = arguments(words)
-    results = run_checks(options)
+    try:
+        results = run_checks(options)
+    except Exception as error:
+        results = [_broken("diagnose", error)]
     if options.json:
-        print(report.as_json(results))
+        text = report.as_json(results)
     else:
-        print(report.as_text(results, shutil.get_terminal_size().columns))
+        text = report.as_text(results, shutil.get_terminal_size().columns)
+    # Arguments and variables may hold bytes that are no characters.
+    print(text.encode("utf-8", "backslashreplace").decode())
     return 0 if report.is_well(results) else 1
 
 

@@ -14,6 +14,7 @@ import subprocess
 import tempfile
 
 _KILL_WAIT_S = 5.0
+_MOST_OUTPUT = 1 << 21
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ def run_command(
     command: Sequence[str],
     timeout_s: float,
     environment: Mapping[str, str] | None = None,
+    text: str = "",
 ) -> Ended:
     """Run a program and kill it, with all that it started, when its time is over.
 
@@ -44,14 +46,21 @@ def run_command(
         command: Program and arguments.
         timeout_s: Its time.
         environment: Its whole environment; this process's by default.
+        text: Its standard input.
     """
     # Files, not pipes: a process that outlives the program would keep a pipe open.
-    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+    with (
+        tempfile.TemporaryFile() as given,
+        tempfile.TemporaryFile() as output,
+        tempfile.TemporaryFile() as errors,
+    ):
+        given.write(text.encode())
+        given.seek(0)
         try:
             child = subprocess.Popen(
                 list(command),
                 env=None if environment is None else dict(environment),
-                stdin=subprocess.DEVNULL,
+                stdin=given,
                 stdout=output,
                 stderr=errors,
                 start_new_session=True,
@@ -62,7 +71,11 @@ def run_command(
         texts = []
         for file in (output, errors):
             file.seek(0)
-            texts.append(file.read().decode("utf-8", "replace"))
+            start = file.read(_MOST_OUTPUT)
+            # Without the middle, where there is too much.
+            rest = file.seek(0, os.SEEK_END) - _MOST_OUTPUT
+            file.seek(max(len(start), rest))
+            texts.append((start + file.read()).decode("utf-8", "replace"))
     return Ended(texts[0], texts[1], code, problem)
 
 

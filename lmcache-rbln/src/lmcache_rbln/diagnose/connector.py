@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's ``--kv-transfer-config``, and whether chunks hold whole blocks."""
+"""vLLM's ``--kv-transfer-config``."""
 
 # Future
 from __future__ import annotations
@@ -12,10 +12,11 @@ import json
 
 # Local
 from lmcache_rbln.diagnose.result import Result, fail, ok, one_line, skip, warn
+from lmcache_rbln.settings.masking import show
 
 IN_PROCESS = "RBLNLMCacheConnectorV1"
 WITH_SERVER = "LMCacheMPConnector"
-_ROLES = ("kv_both", "kv_producer", "kv_consumer")
+_MULTI = "MultiConnector"
 _SERVER_PREFIX = "lmcache.mp."
 # LMCacheMPConnector's own defaults.
 _DEFAULT_HOST = "tcp://localhost"
@@ -27,15 +28,17 @@ class Connector:
     """A ``--kv-transfer-config``.
 
     Attributes:
-        name: The connector's class; empty if none was given.
-        role: Its role.
-        extra: Its ``kv_connector_extra_config``.
+        name: The class of the connector that is for RBLN; that of the whole if none is.
+        outer: The class of the whole.
+        config: The whole, as vLLM gets it; None if it was not given or is none.
+        extra: The connector's ``kv_connector_extra_config``.
         server: The LMCache server that it uses, or None.
         problem: Why it can't be read, or empty.
     """
 
     name: str = ""
-    role: str = ""
+    outer: str = ""
+    config: Mapping[str, Any] | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
     server: str | None = None
     problem: str = ""
@@ -51,80 +54,91 @@ def read_connector(text: str | None) -> Connector:
         return Connector()
     try:
         config = json.loads(text)
-    except ValueError as error:
+    except json.JSONDecodeError as error:
         return Connector(problem=f"not JSON: {error}")
+    except (ValueError, RecursionError) as error:
+        return Connector(problem=f"not JSON that can be read ({type(error).__name__})")
     if not isinstance(config, dict):
         return Connector(problem=f"a JSON {type(config).__name__}, not an object")
     extra = config.get("kv_connector_extra_config") or {}
     if not isinstance(extra, dict):
         return Connector(problem="kv_connector_extra_config is not an object")
-    name = str(config.get("kv_connector") or "")
+    outer = name = str(config.get("kv_connector") or "")
+    if outer == _MULTI:
+        for inner in _inner(extra):
+            inner_extra = inner.get("kv_connector_extra_config") or {}
+            if inner.get("kv_connector") in (IN_PROCESS, WITH_SERVER) and isinstance(
+                inner_extra, dict
+            ):
+                name, extra = str(inner["kv_connector"]), inner_extra
+                break
     server = _server_of(extra) if name == WITH_SERVER else None
-    return Connector(name, str(config.get("kv_role") or ""), extra, server)
+    return Connector(name, outer, config, extra, server)
 
 
-def _server_of(extra: Mapping[str, Any]) -> str:
+def _inner(extra: Mapping[str, Any]) -> list[dict[str, Any]]:
+    connectors = extra.get("connectors")
+    if not isinstance(connectors, list):
+        return []
+    return [inner for inner in connectors if isinstance(inner, dict)]
+
+
+def _server_of(extra: Mapping[str, Any]) -> str | None:
     urls = extra.get(f"{_SERVER_PREFIX}server_urls")
-    if isinstance(urls, str):
-        urls = [url.strip() for url in urls.split(",") if url.strip()]
     if urls:
-        return str(urls[0])
+        texts = urls.split(",") if isinstance(urls, str) else urls
+        # Other than texts are reported with the settings.
+        if isinstance(texts, list):
+            return next(
+                (t.strip() for t in texts if isinstance(t, str) and t.strip()), None
+            )
+        return None
     host = extra.get(f"{_SERVER_PREFIX}host", _DEFAULT_HOST)
     return f"{host}:{extra.get(f'{_SERVER_PREFIX}port', _DEFAULT_PORT)}"
 
 
-def check_connector(connector: Connector) -> Result:
-    """Check that the connector is one that works on RBLN."""
+def check_connector(connector: Connector, vllm: Mapping[str, Any] | None) -> Result:
+    """Check that vLLM can load the connector, and that it is one that works on RBLN.
+
+    Args:
+        connector: The configuration.
+        vllm: The topic ``vllm`` of the runtime probe; None if vLLM was not asked.
+    """
     name = "connector"
     fix = f"""--kv-transfer-config '{{"kv_connector":"{IN_PROCESS}",\
 "kv_role":"kv_both"}}'"""
     wanted = f"{IN_PROCESS}, or {WITH_SERVER} with an lmcache server"
     if connector.problem:
         return fail(name, one_line(connector.problem), "a JSON object", fix)
-    if not connector.name and not connector.role:
+    asked, vllm = vllm is not None, vllm or {}
+    if vllm.get("error"):
+        found = one_line(f"import vllm: {vllm['error']}")
+        return fail(name, found, "vLLM that can be imported", "install vLLM again")
+    if connector.config is None:
         return skip(name, "not given; --kv-transfer-config checks one")
-    if connector.role not in _ROLES:
-        found = f"kv_role={connector.role!r}"
-        return fail(name, found, " or ".join(_ROLES), fix)
-    if connector.name == "MultiConnector":
-        return warn(
-            name, "MultiConnector: its connectors were not looked at", wanted, fix
-        )
+    if vllm.get("refused"):
+        return fail(name, one_line(vllm["refused"]), "what vLLM accepts", fix)
     if connector.name not in (IN_PROCESS, WITH_SERVER):
-        return fail(name, connector.name or "no kv_connector", wanted, fix)
-    where = f", server {connector.server}" if connector.server else ""
-    return ok(name, f"{connector.name} ({connector.role}){where}")
-
-
-def check_chunk(chunk: int | None, source: str, block: int | None) -> Result:
-    """Check that a chunk is a whole number of blocks.
-
-    Args:
-        chunk: LMCache's chunk size in tokens; None if it is not known.
-        source: Where the chunk size is set.
-        block: vLLM's block size in tokens; None if it is not known.
-    """
-    name = "chunk and block"
-    if not isinstance(chunk, int):
-        return skip(name, "the chunk size is not known")
-    if chunk < 1:
-        fix = "set LMCACHE_CHUNK_SIZE to the block size"
-        return fail(name, f"chunk of {chunk} tokens ({source})", "1 or more", fix)
-    if block is None:
-        return skip(name, f"chunk of {chunk} tokens ({source}); give --block-size")
-    if block < 1:
-        return fail(name, f"block of {block} tokens", "1 or more", "give --block-size")
-    if chunk % block:
-        near = -(-chunk // block) * block
-        set_chunk = (
-            f"start the server with --chunk-size {near}"
-            if source == "server"
-            else f"export LMCACHE_CHUNK_SIZE={near}"
-        )
+        shown = show(connector.name, kind="name") if connector.name else ""
+        return fail(name, shown or "no kv_connector", wanted, fix)
+    if vllm.get("unloadable"):
+        found = one_line(f"{connector.name}: {vllm['unloadable']}")
+        wanted = "a class that can be imported"
         return fail(
-            name,
-            f"chunk of {chunk} tokens ({source}), block of {block}",
-            "a chunk that is a multiple of the block",
-            f"{set_chunk}, or start vLLM with another --block-size",
+            name, found, wanted, "correct kv_connector_module_path, or leave it out"
         )
-    return ok(name, f"chunk of {chunk} tokens ({source}), block of {block}")
+    if not asked:
+        return skip(name, f"{connector.name}; vLLM not asked: torch can't be imported")
+    role = connector.config["kv_role"]  # vLLM accepted it
+    policy = connector.config.get("kv_load_failure_policy")
+    if connector.outer == _MULTI and policy != "recompute":
+        return warn(
+            name,
+            f"{_MULTI} with kv_load_failure_policy {policy or 'fail'}: a request whose "
+            "KV can't be loaded fails",
+            "recompute, which a connector inside can't set",
+            'set "kv_load_failure_policy":"recompute" beside "kv_connector"',
+        )
+    where = f", server {show(connector.server)}" if connector.server else ""
+    inside = f" in {_MULTI}" if connector.outer == _MULTI else ""
+    return ok(name, f"{connector.name}{inside} ({role}){where}")

@@ -9,7 +9,7 @@ crashed or hung is not lost.
 from __future__ import annotations
 
 # Standard
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,9 +49,22 @@ def tell(topic: str, **facts: Any) -> None:
     print(f"\n{line}", flush=True)
 
 
+def explain(error: BaseException) -> str:
+    """Return an error of others in a line."""
+    return one_line(f"{type(error).__name__}: {error}")
+
+
+def guard(topic: str, part: Callable[..., None], *arguments: Any) -> None:
+    """Run a part of a probe; an error in it becomes what is known of its topic."""
+    try:
+        part(*arguments)
+    except Exception as error:
+        tell(topic, error=explain(error))
+
+
 def run_probe(
     module: str,
-    arguments: Sequence[str],
+    request: object,
     environment: Mapping[str, str],
     timeout_s: float,
 ) -> Facts:
@@ -59,7 +72,8 @@ def run_probe(
 
     Args:
         module: The module to run, as for ``python -m``.
-        arguments: Its arguments.
+        request: What it is asked, which it gets as JSON on its standard input: there
+            nobody else sees it.
         environment: Its whole environment.
         timeout_s: It is killed after this many seconds.
 
@@ -67,14 +81,15 @@ def run_probe(
         What it told.
     """
     ended = run_command(
-        [sys.executable, "-m", module, *arguments], timeout_s, environment
+        [sys.executable, "-m", module], timeout_s, environment, json.dumps(request)
     )
     topics: dict[str, dict[str, Any]] = {}
-    for line in ended.output.splitlines():
+    for line in ended.output.split("\n"):
         if line.startswith(_MARK):
-            with suppress(ValueError, KeyError):
+            # Whatever else begins so is somebody else's.
+            with suppress(Exception):
                 facts = json.loads(line[len(_MARK) :])
-                topics[facts.pop("topic")] = facts
+                topics[str(facts.pop("topic"))] = facts
     problem = ended.problem
     if ended.code:
         lines = (ended.errors.strip() or ended.output.strip()).splitlines()

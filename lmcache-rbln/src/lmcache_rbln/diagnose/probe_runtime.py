@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Probe of the NPU runtime: its library, torch with torch-rbln, and RDS.
+"""Probe of the NPU runtime: its library, torch with torch-rbln, vLLM, and RDS.
 
-Nothing here opens an NPU: counting does not, and neither does loading.
+Nothing here opens an NPU: counting does not, and neither does loading. Usage: ``python
+-m lmcache_rbln.diagnose.probe_runtime``, with vLLM's ``--kv-transfer-config`` (or null)
+as JSON on standard input.
 """
 
 # Future
@@ -13,11 +15,13 @@ from types import ModuleType
 from typing import Any
 import ctypes
 import importlib.util
+import json
 import os
 import sys
 
 # Local
-from lmcache_rbln.diagnose.probe import tell
+from lmcache_rbln.diagnose.connector import IN_PROCESS
+from lmcache_rbln.diagnose.probe import guard, tell
 from lmcache_rbln.diagnose.result import one_line
 
 # The simulator of this project exports it for its own check of its settings.
@@ -97,24 +101,57 @@ def _tell_torch() -> None:
 
 def _tell_rds() -> None:
     """Ask the vendor's direct storage for its devices."""
-    try:
-        # Third Party
-        from rebel import rds
+    # Third Party
+    from rebel import rds
 
-        tell(
-            "rds",
-            available=bool(rds.is_available()),
-            devices=int(rds.query_available_device_count()),
-        )
+    tell(
+        "rds",
+        available=bool(rds.is_available()),
+        devices=int(rds.query_available_device_count()),
+    )
+
+
+def _tell_vllm(config: dict[str, Any] | None) -> None:
+    """Have vLLM read its ``--kv-transfer-config``, and load the connector."""
+    # Third Party
+    from vllm.config import KVTransferConfig
+
+    if config is None:
+        tell("vllm")
+        return
+    try:
+        KVTransferConfig(**config)
     except Exception as error:
-        tell("rds", error=_explain(error))
+        # What pydantic says quotes the value.
+        details = getattr(error, "errors", None)
+        if callable(details):
+            said = [
+                f"{'.'.join(str(part) for part in entry['loc'])}: {entry['msg']}"
+                for entry in details(include_input=False, include_url=False)
+            ]
+            tell("vllm", refused="; ".join(said))
+        else:
+            tell("vllm", refused=_explain(error))
+        return
+    name, module = config.get("kv_connector"), config.get("kv_connector_module_path")
+    if name == IN_PROCESS and not module:
+        module = "lmcache_rbln.integration.vllm.connector"
+    if module:
+        try:
+            getattr(importlib.import_module(module), str(name))
+        except Exception as error:
+            tell("vllm", unloadable=f"{type(error).__name__}: {_explain(error)}")
+            return
+    tell("vllm")
 
 
 def main() -> None:
     """Tell all, the safest first; torch-rbln's clean-up at exit is not waited for."""
-    _tell_library()
-    _tell_torch()
-    _tell_rds()
+    config = json.load(sys.stdin)
+    guard("library", _tell_library)
+    guard("torch", _tell_torch)
+    guard("rds", _tell_rds)
+    guard("vllm", _tell_vllm, config)
     sys.stdout.flush()
     os._exit(0)
 

@@ -12,10 +12,9 @@ import shutil
 # Local
 from lmcache_rbln.diagnose.command import run_command
 from lmcache_rbln.diagnose.result import Result, fail, ok, one_line, skip
+from lmcache_rbln.settings.rules import RDS_MODULE
 
 SERVICE = "rebellions-rds-binding.service"
-#: Where the storage plugin for RDS lives.
-PLUGIN_MODULE = "lmcache_rbln.storage_plugin.rds_backend"
 _TIMEOUT_S = 5.0
 
 
@@ -44,7 +43,7 @@ def check_rds(
         plugins: Module of each storage plugin in the settings.
     """
     name = "RDS"
-    wanted_by = [p for p, module in plugins.items() if module == PLUGIN_MODULE]
+    wanted_by = [p for p, module in plugins.items() if module == RDS_MODULE]
     state = f"{SERVICE}: {service or 'no systemd to ask'}"
     devices = int(facts.get("devices") or 0)
     problem = one_line(facts.get("error") or "")

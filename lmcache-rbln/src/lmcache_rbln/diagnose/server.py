@@ -16,9 +16,14 @@ import urllib.request
 
 # Local
 from lmcache_rbln.diagnose.result import Result, fail, ok, one_line, skip
+from lmcache_rbln.settings.masking import show
 
 _NAME = "server"
 _START = "start it: lmcache server --supported-transfer-mode engine_driven ..."
+_TRANSPORTS = {"tcp": "ZMQ", "grpc": "gRPC"}
+_GREETING_S = 1.0
+_HTTP2_SETTINGS = 4
+_MOST_HTTP = 1 << 20
 _MODE_OF = {
     "engine_driven": "unregister_kv_cache_engine_driven_context",
     "lmcache_driven": "unregister_kv_cache",
@@ -31,23 +36,51 @@ def server_url(text: str) -> str:
 
 
 def connection_problem(url: str, timeout_s: float) -> str:
-    """Tell why no TCP connection to a server can be made, or return an empty text.
+    """Tell why a server can't be asked over a transport, or return an empty text.
 
     ZMQ itself tries for ever and says nothing.
     """
     scheme, _, address = url.partition("://")
-    if scheme not in ("tcp", "grpc"):
+    if scheme not in _TRANSPORTS:
         return ""
+    shown = show(url)
     host, _, port = address.rpartition(":")
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout_s):
-            return ""
+        with socket.create_connection((host.strip("[]"), int(port)), timeout_s) as made:
+            speaks = _transport(made)
     except ValueError:
-        return f"{url}: no port"
+        return f"{shown}: no port"
     except OverflowError as error:
-        return f"{url}: {error}"
+        return f"{shown}: {error}"
     except OSError as error:
-        return f"{url}: {error.strerror or error}"
+        return f"{shown}: {error.strerror or error}"
+    if speaks in ("", _TRANSPORTS[scheme]):
+        return ""
+    right = next((s for s, name in _TRANSPORTS.items() if name == speaks), None)
+    use = f"; use {right}://" if right else ", not the server's request channel"
+    return f"{shown}: the server speaks {speaks} there{use}"
+
+
+def _transport(connection: socket.socket) -> str:
+    """Return what the other side speaks; empty if it does not show."""
+    connection.settimeout(_GREETING_S)
+    # A ZMQ server greets at once. A gRPC server answers the beginning of HTTP/2, and
+    # so does one for HTTP, with an error.
+    for opening in (b"", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4" + b"\0" * 5):
+        try:
+            connection.sendall(opening)
+            greeting = connection.recv(10)
+        except OSError:
+            continue
+        if greeting[:1] == b"\xff":
+            return "ZMQ"
+        if greeting.startswith(b"HTTP/"):
+            return "HTTP"
+        if len(greeting) > 3 and greeting[3] == _HTTP2_SETTINGS:
+            return "gRPC"
+        if greeting:
+            return ""
+    return ""
 
 
 def ask(url: str, modes: bool, timeout_s: float) -> dict[str, Any]:
@@ -73,8 +106,6 @@ def ask(url: str, modes: bool, timeout_s: float) -> dict[str, Any]:
     def rest() -> float:
         return max(0.1, deadline - time.monotonic())
 
-    client = RequestClientFactory.create(url)
-
     def answered(call: Any, patience_s: float) -> bool:
         try:
             call.result(timeout=patience_s)
@@ -98,7 +129,7 @@ def ask(url: str, modes: bool, timeout_s: float) -> dict[str, Any]:
             }
         return facts
     except TimeoutError:
-        return {"error": f"{url} accepts connections, but gives no answer"}
+        return {"error": f"{show(url)} accepts connections, but gives no answer"}
     finally:
         client.close()
 
@@ -110,28 +141,37 @@ def ask_http(url: str, timeout_s: float) -> dict[str, Any]:
         ``mode`` (as configured) and ``chunk_size`` where the server tells them; or
         ``error``.
     """
-    base = url if "://" in url else f"http://{url}"
-    base = base.rstrip("/")
+    base = (url if "://" in url else f"http://{url}").rstrip("/")
+    shown = show(base)
     # A proxy is not asked for a server of one's own.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    answers = []
     try:
-        with opener.open(f"{base}/healthcheck", timeout=timeout_s) as answer:
-            health = json.load(answer)
-        with opener.open(f"{base}/config", timeout=timeout_s) as answer:
-            config = json.load(answer)
-        if health.get("status") != "healthy":
-            return {"error": f"{base}: {one_line(health)}"}
-        server = config.get("mp") or {}
-        return {
-            "mode": server.get("supported_transfer_mode"),
-            "chunk_size": server.get("chunk_size"),
-        }
+        for page in ("healthcheck", "config"):
+            with opener.open(f"{base}/{page}", timeout=timeout_s) as answer:
+                answers.append(json.loads(answer.read(_MOST_HTTP)))
     except urllib.error.HTTPError as error:
-        return {"error": f"{base}: HTTP {error.code} {error.reason}"}
+        return {"error": f"{shown}: HTTP {error.code} {one_line(error.reason)}"}
     except urllib.error.URLError as error:
-        return {"error": f"{base}: {one_line(error.reason)}"}
-    except (OSError, ValueError, AttributeError) as error:
-        return {"error": f"{base}: {one_line(error) or type(error).__name__}"}
+        return {"error": f"{shown}: {one_line(error.reason)}"}
+    except json.JSONDecodeError as error:
+        return {"error": f"{shown} does not answer with JSON: {error.msg}"}
+    except Exception as error:
+        # What is not HTTP fails in as many ways as there are.
+        why = one_line(f"{type(error).__name__}: {error}")
+        return {"error": f"{shown} does not answer as an LMCache server: {why}"}
+    health, config = answers
+    if not isinstance(health, dict) or not isinstance(config, dict):
+        return {"error": f"{shown} answers with JSON that is no object"}
+    if health.get("status") != "healthy":
+        return {"error": f"{shown}: {show(health.get('status'), kind='name')}"}
+    server = config.get("mp")
+    if not isinstance(server, dict):
+        return {"error": f"{shown}: its configuration has no part mp"}
+    return {
+        "mode": server.get("supported_transfer_mode"),
+        "chunk_size": server.get("chunk_size"),
+    }
 
 
 def check_server(
@@ -162,7 +202,7 @@ def check_server(
     else:
         served = dict(facts.get("modes") or {})
     shown = " and ".join(mode for mode, is_served in served.items() if is_served)
-    where = url or http_url
+    where = show(url or http_url)
     if not served.get("engine_driven"):
         return fail(
             _NAME,

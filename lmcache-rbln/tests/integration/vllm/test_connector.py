@@ -70,16 +70,35 @@ def test_hash_seed(
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ({"lmcache.use_layerwise": True}, "LMCACHE_USE_LAYERWISE=False"),
-        ({"lmcache.enable_blending": "true"}, "LMCACHE_ENABLE_BLENDING=False"),
-        ({"lmcache.chunk_size": 100}, "LMCACHE_CHUNK_SIZE=128"),
+        ({"lmcache.use_layerwise": True}, "set lmcache.use_layerwise to False"),
+        ({"lmcache.enable_blending": "true"}, "set lmcache.enable_blending to False"),
+        ({"lmcache.chunk_size": 100}, "set lmcache.chunk_size to 128"),
+        ({"rds_buffer_size": 64}, "move rds_buffer_size into LMCACHE_EXTRA_CONFIG"),
         ({"lmcache_rbln.allow_degraded": "perhaps"}, "wants true or false"),
         ({"lmcache_rbln.degraded": True}, "did you mean lmcache_rbln.allow_degraded"),
     ],
 )
-def test_settings(role: str, extra: dict[str, Any], message: str) -> None:
+def test_settings(
+    role: str,
+    extra: dict[str, Any],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # First Party
+    from lmcache_rbln.integration.vllm import service
+
+    def parse() -> Any:
+        pytest.fail("LMCache was asked before the settings were checked")
+
+    monkeypatch.setattr(service, "lmcache_get_or_create_config", parse)
     with pytest.raises(ValueError, match=message):
         construct(role, vllm_config(extra))
+
+
+def test_settings_that_a_configuration_server_gave(lmcache_config: Any) -> None:
+    lmcache_config.chunk_size = 100
+    with pytest.raises(ValueError, match="chunk size is 100 .*configuration server"):
+        construct("WORKER", vllm_config())
 
 
 @pytest.mark.parametrize("allowed", [False, True])
@@ -247,3 +266,48 @@ def test_kernel_blocks_unlike_the_scheduler_s_stop_the_registration() -> None:
     with pytest.raises(ValueError, match="blocks of 64 tokens, wanted .* size 128"):
         connector.register_kv_caches({"layer.0": torch.zeros(1)})
     assert stops
+
+
+@pytest.mark.parametrize(
+    ("computed", "limit", "wanted"),
+    [
+        # tokens that the NPU holds, max_tokens_per_load, tokens to load
+        (0, 0, 1023),
+        (0, 256, 256),
+        (128, 256, 128),
+        (128, 512, 384),
+        (384, 256, 128),
+        (200, 256, 56),
+        (896, 256, 127),
+    ],
+)
+def test_a_limit_on_loads_behind_a_cached_prefix(
+    computed: int, limit: int, wanted: int
+) -> None:
+    """vLLM is promised what LMCache will load; LMCache ends the engine otherwise."""
+    # First Party
+    from lmcache.integration.vllm.vllm_v1_adapter import LMCacheConnectorV1Impl
+    from lmcache_rbln.integration.vllm.connector import RBLNLMCacheConnectorV1
+
+    implementation: Any = LMCacheConnectorV1Impl.__new__(LMCacheConnectorV1Impl)
+    implementation.kv_role = "kv_both"
+    # A prompt of 1,024 tokens that LMCache holds as a whole.
+    implementation._manager = SimpleNamespace(
+        lookup_client=SimpleNamespace(
+            lookup_cache=lambda lookup_id: 1024, clear_lookup_status=lambda _: None
+        )
+    )
+    implementation.config = SimpleNamespace(min_retrieve_tokens=0)
+    implementation._max_tokens_per_load = limit
+    implementation._lmcache_chunk_size = 256
+    implementation.load_specs = {}
+    implementation._unfinished_requests = {}
+    made: Any = RBLNLMCacheConnectorV1.__new__(RBLNLMCacheConnectorV1)
+    made._lmcache_engine, made._views = implementation, {}
+    request: Any = SimpleNamespace(
+        request_id="r", num_tokens=1024, kv_transfer_params=None
+    )
+    tokens, later = made.get_num_new_matched_tokens(request, computed)
+    assert (tokens, later) == (wanted, False)
+    made.update_state_after_alloc(request, None, tokens)
+    assert implementation.load_specs["r"].can_load

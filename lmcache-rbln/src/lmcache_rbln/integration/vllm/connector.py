@@ -25,7 +25,7 @@ from lmcache.logging import init_logger
 from lmcache_rbln.integration.vllm import service, startup_checks
 from lmcache_rbln.integration.vllm.handover import RequestView, copied_step, view_of
 from lmcache_rbln.integration.vllm.recovery import UnloadedBlocks, roll_back
-from lmcache_rbln.settings import RECOMPUTE, Settings
+from lmcache_rbln.settings import RECOMPUTE, Settings, require, require_parsed
 
 if TYPE_CHECKING:
     # Third Party
@@ -79,13 +79,15 @@ class RBLNLMCacheConnectorV1(LMCacheConnectorV1Dynamic):
         kv_cache_config: KVCacheConfig | None = None,
     ) -> None:
         startup_checks.require_hash_seed(os.environ)
-        config = service.engine_config(vllm_config)
         transfer_config = vllm_config.kv_transfer_config
         assert transfer_config is not None
-        self._settings = Settings.parse(
-            config.extra_config, transfer_config.kv_connector_extra_config
-        )
-        startup_checks.require_supported(config, vllm_config, kv_cache_config)
+        extra_config = transfer_config.kv_connector_extra_config
+        facts = startup_checks.vllm_facts(vllm_config)
+        settings = require(os.environ, extra_config, facts)
+        startup_checks.require_supported(vllm_config, kv_cache_config)
+        config = service.engine_config(vllm_config)
+        require_parsed(config, settings, facts)
+        self._settings = Settings.parse(config.extra_config, extra_config)
         self._paged_kv: RBLNPagedKVConnector | None = None
         #: Requests that ended between their lookup and their first step.
         self._dropped_lookups: list[str] = []
@@ -269,7 +271,13 @@ class RBLNLMCacheConnectorV1(LMCacheConnectorV1Dynamic):
         view: Any = self._view(request)
         if view is None:
             return 0, False
-        return super().get_num_new_matched_tokens(view, num_computed_tokens)
+        tokens, later = super().get_num_new_matched_tokens(view, num_computed_tokens)
+        load = self._lmcache_engine.load_specs.get(request.request_id)
+        if tokens and load is not None:
+            # Under lmcache.max_tokens_per_load LMCache rounds what it loads down to
+            # whole chunks, but not what it tells vLLM behind a cached prefix.
+            tokens = min(tokens, load.lmcache_cached_tokens - load.vllm_cached_tokens)
+        return tokens, later
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _LMCACHE_PREFIX = "lmcache."
+_EXTRA_CONFIG = "lmcache.extra_config"
 #: LMCache's default for MLA under tensor parallelism sends chunks from rank to rank
 #: through device memory, by device indices that RBLN workers do not have.
 SAVE_ONLY_FIRST_RANK = "save_only_first_rank"
@@ -57,6 +58,9 @@ def engine_config(vllm_config: VllmConfig) -> LMCacheEngineConfig:
             validate_and_set_config_value(config, name, value)
     # Every rank stores and loads its own copy, so a hit is what all of them have.
     config.extra_config = {SAVE_ONLY_FIRST_RANK: False, **(config.extra_config or {})}
+    if _EXTRA_CONFIG in transfer_config.kv_connector_extra_config:
+        # LMCache applies these once more, and would take that out again.
+        transfer_config.kv_connector_extra_config[_EXTRA_CONFIG] = config.extra_config
     if not config.lookup_server_worker_ids:
         config.lookup_server_worker_ids = list(
             range(vllm_config.parallel_config.world_size)

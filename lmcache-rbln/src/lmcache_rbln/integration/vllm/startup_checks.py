@@ -10,23 +10,24 @@ from typing import TYPE_CHECKING, Any
 
 # First Party
 from lmcache.v1.config import LMCacheEngineConfig
+from lmcache_rbln.settings import VllmFacts, hash_seed_problem
 
 if TYPE_CHECKING:
     # Third Party
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-HASH_SEED = "PYTHONHASHSEED"
-#: Settings that RBLN has no use for: attribute, environment variable, what it is.
-UNSUPPORTED = (
-    ("use_layerwise", "LMCACHE_USE_LAYERWISE", "layer-wise transfer"),
-    ("enable_blending", "LMCACHE_ENABLE_BLENDING", "blending"),
-    (
-        "use_gpu_connector_v3",
-        "LMCACHE_USE_GPU_CONNECTOR_V3",
-        "LMCache's GPU connector v3",
-    ),
-)
+
+def vllm_facts(vllm_config: VllmConfig) -> VllmFacts:
+    """Return what the settings must go with.
+
+    Args:
+        vllm_config: vLLM's configuration.
+    """
+    return VllmFacts(
+        block_size=vllm_config.cache_config.block_size,
+        world_size=vllm_config.parallel_config.world_size,
+    )
 
 
 def require_hash_seed(environ: Mapping[str, str]) -> None:
@@ -36,51 +37,26 @@ def require_hash_seed(environ: Mapping[str, str]) -> None:
         environ: The process's environment.
 
     Raises:
-        RuntimeError: If PYTHONHASHSEED is unset, empty or ``random``.
+        RuntimeError: If PYTHONHASHSEED is no fixed number.
     """
-    seed = environ.get(HASH_SEED)
-    if seed is None or seed.strip().lower() in ("", "random"):
-        got = "it is not set" if seed is None else f"it is {seed!r}"
-        raise RuntimeError(
-            f"{HASH_SEED} must have a fixed value, the same in every process, or every "
-            f"lookup misses; {got}. Run `export {HASH_SEED}=0` before `vllm serve`"
-        )
+    problem = hash_seed_problem(environ)
+    if problem:
+        raise RuntimeError(str(problem))
 
 
 def require_supported(
-    config: LMCacheEngineConfig,
-    vllm_config: VllmConfig,
-    kv_cache_config: KVCacheConfig | None,
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None
 ) -> None:
-    """Refuse settings and models that this connector can't serve.
+    """Refuse models that this connector can't serve.
 
     Args:
-        config: LMCache's configuration.
         vllm_config: vLLM's configuration.
         kv_cache_config: vLLM's plan of the KV cache, if it has one.
 
     Raises:
         ValueError: Naming the setting to change.
     """
-    for name, variable, what in UNSUPPORTED:
-        if getattr(config, name, False):
-            raise ValueError(
-                f"{what} is not supported on RBLN, wanted {name} off; set "
-                f"{variable}=False"
-            )
-    if config.get_extra_config_value("save_only_first_rank", False):
-        raise ValueError(
-            "save_only_first_rank is not supported on RBLN, where every rank keeps "
-            "its own chunks; take it out of LMCACHE_EXTRA_CONFIG"
-        )
     block_size = vllm_config.cache_config.block_size
-    chunk_size = config.chunk_size
-    if chunk_size <= 0 or chunk_size % block_size:
-        fitting = max(1, round(chunk_size / block_size)) * block_size
-        raise ValueError(
-            f"LMCache's chunk size is {chunk_size} tokens, wanted a multiple of vLLM's "
-            f"block size {block_size}; set LMCACHE_CHUNK_SIZE={fitting}"
-        )
     groups = kv_cache_config.kv_cache_groups if kv_cache_config is not None else []
     if len(groups) > 1:
         kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
@@ -165,13 +141,6 @@ def missing_tiers(
         for name in [*plugins, *remote]
         if name not in backends
     ]
-    keeps = [name for name in backends if name != "LocalCPUBackend"]
-    if not keeps and not config.local_cpu and not missing:
-        missing.append(
-            "no storage tier is on, so nothing would ever be kept; set "
-            "LMCACHE_LOCAL_CPU=True and LMCACHE_MAX_LOCAL_CPU_SIZE, or configure "
-            "another tier"
-        )
     cpu_bytes = int(config.max_local_cpu_size * 2**30)
     if "LocalCPUBackend" in backends and cpu_bytes < chunk_bytes:
         missing.append(

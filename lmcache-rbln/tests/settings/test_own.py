@@ -39,7 +39,7 @@ def test_a_later_source_overrides() -> None:
 
 
 def test_an_unknown_policy_is_refused() -> None:
-    with pytest.raises(ValueError, match="'recompute' or 'fail', got 'retry'"):
+    with pytest.raises(ValueError, match="'recompute' or 'fail', got "):
         Settings.parse({"lmcache_rbln.load_failure_policy": "retry"})
 
 

@@ -14,9 +14,13 @@ from dataclasses import dataclass, fields
 from typing import Any
 import difflib
 
+# Local
+from .masking import show
+
 PREFIX = "lmcache_rbln."
 RECOMPUTE = "recompute"
 FAIL = "fail"
+_BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ class Settings:
         values: dict[str, Any] = {}
         for source in sources:
             for key, value in (source or {}).items():
-                if not key.startswith(PREFIX):
+                if not isinstance(key, str) or not key.startswith(PREFIX):
                     continue
                 name = key[len(PREFIX) :]
                 if name not in known:
@@ -69,18 +73,14 @@ class Settings:
         if policy not in (RECOMPUTE, FAIL):
             raise ValueError(
                 f"{PREFIX}load_failure_policy wants {RECOMPUTE!r} or {FAIL!r}, got "
-                f"{policy!r}"
+                f"{show(policy)}"
             )
         return cls(**values)
 
 
 def _boolean(key: str, value: object) -> bool:
     """Return a boolean, also from its usual spellings, or refuse the value."""
-    if isinstance(value, bool):
-        return value
-    word = str(value).strip().lower()
-    if word in ("true", "1"):
-        return True
-    if word in ("false", "0"):
-        return False
-    raise ValueError(f"{key} wants true or false, got {value!r}")
+    known = None if value is None else _BOOLEANS.get(str(value).strip().lower())
+    if known is None:
+        raise ValueError(f"{key} wants true or false, got {show(value, kind='number')}")
+    return known

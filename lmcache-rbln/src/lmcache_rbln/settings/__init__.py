@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every setting that matters to LMCache in process on RBLN, and what it may be.
+
+The engine (:func:`require`) and ``python -m lmcache_rbln.diagnose`` (:func:`examine`)
+ask the same table and the same rules, so that what one refuses the other reports.
+LMCache itself is asked for the names and types of its settings.
+"""
+
+# Local
+from .check import examine, require, require_parsed
+from .chunk import fitting_chunk_size
+from .own import FAIL, RECOMPUTE, Settings
+from .problem import Problem
+from .rules import VllmFacts
+from .seed import hash_seed_problem
+
+__all__ = [
+    "FAIL",
+    "RECOMPUTE",
+    "Problem",
+    "Settings",
+    "VllmFacts",
+    "examine",
+    "fitting_chunk_size",
+    "hash_seed_problem",
+    "require",
+    "require_parsed",
+]
