@@ -1,0 +1,344 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts and stops the in-process connector without a model, many times.
+
+The process below imports vLLM once and forks for each trial, as vLLM forks its engine.
+A trial makes the connector in both roles over a KV cache on the NPU, as an engine with
+one worker has them, stores a prompt, and ends in one of the ways in which engines end.
+What it leaves behind is looked at from outside.
+"""
+
+# Standard
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+import time
+import traceback
+
+ROOT = Path(__file__).resolve().parents[2]
+RDS_EXTRA = {
+    "storage_plugin.RDSBackend.module_path": "lmcache_rbln.storage_plugin.rds_backend",
+    "storage_plugin.RDSBackend.class_name": "RDSBackend",
+    "rds_buffer_size": 64,
+}
+RDS = {
+    "LMCACHE_LOCAL_CPU": "False",
+    "LMCACHE_MAX_LOCAL_CPU_SIZE": "0",
+    "LMCACHE_STORAGE_PLUGINS": "RDSBackend",
+}
+#: The simulated NVMe takes this long for a write, so that some are under way.
+SLOW_WRITES = "delay:write:1:300ms+sticky"
+
+
+def rds(**changes: object) -> dict[str, str]:
+    """Environment of the RDS tier, with other values in the extra config."""
+    return {**RDS, "LMCACHE_EXTRA_CONFIG": json.dumps(RDS_EXTRA | changes)}
+
+
+#: Storage tiers by name: what LMCache is told in the environment. ``@`` is the trial's
+#: folder.
+TIERS: dict[str, dict[str, str]] = {
+    "cpu": {},
+    "disk": {"LMCACHE_LOCAL_DISK": "@/disk", "LMCACHE_MAX_LOCAL_DISK_SIZE": "0.05"},
+    "remote": {"LMCACHE_REMOTE_URL": "fs://localhost:0/@/remote"},
+    "mock": {"LMCACHE_REMOTE_URL": "mock://1/?peeking_latency=1&read_throughput=2"},
+    "rds": rds(),
+    "rds-busy": rds() | {"RBLN_SIM_RDS_FAULTS": SLOW_WRITES},
+    "async": {"LMCACHE_ENABLE_ASYNC_LOADING": "True"},
+    "rds-async": rds() | {"LMCACHE_ENABLE_ASYNC_LOADING": "True"},
+    "api-server": {
+        "LMCACHE_INTERNAL_API_SERVER_ENABLED": "True",
+        "LMCACHE_INTERNAL_API_SERVER_SOCKET_PATH_PREFIX": "@/api",
+    },
+    "statistics": {"LMCACHE_ENABLE_CHUNK_STATISTICS": "True"},
+}
+
+#: Ways to end: vLLM stops the connectors; the process that multiprocessing started ends
+#: without; a process of its own ends without.
+ENDS = ("stopped", "engine-ends", "process-ends")
+
+
+@dataclass
+class Trial:
+    """One start and one end.
+
+    Attributes:
+        name: Unique among the trials of a run.
+        env: Environment of LMCache.
+        extra: ``kv_connector_extra_config``.
+        end: One of ``ENDS``.
+        works: Whether a prompt is stored and looked up before the end.
+        fails: Where the start of the engine fails behind the connector, as in warm-up.
+    """
+
+    name: str
+    env: dict[str, str] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+    end: str = "stopped"
+    works: bool = True
+    fails: bool = False
+
+
+@dataclass
+class Result:
+    """What was seen of a trial.
+
+    Attributes:
+        trial: Its name.
+        status: Exit status; negative for a signal, ``None`` if it had to be killed.
+        seconds: From the stop, or the refusal, to the end of the process.
+        left: Files, segments and threads that are left.
+        log: All that it said.
+    """
+
+    trial: str
+    status: int | None
+    seconds: float
+    left: list[str]
+    log: str
+
+
+def run(
+    folder: Path, trials: list[Trial], env: dict[str, str], model: Path
+) -> Iterator[Result]:
+    """Run trials one after the other.
+
+    Args:
+        folder: Where they leave their logs.
+        trials: What to run.
+        env: Environment that leads to the NPU.
+        model: Folder of a model's configuration.
+
+    Yields:
+        The results, in that order.
+    """
+    order = folder / "trials.json"
+    order.write_text(json.dumps([vars(trial) for trial in trials]))
+    command = [sys.executable, "-m", "tests.campaigns.connector_trials"]
+    paths = [str(ROOT), *filter(None, [env.get("PYTHONPATH")])]
+    with (
+        (folder / "zygote.log").open("wb") as log,
+        subprocess.Popen(
+            [*command, str(order), str(model)],
+            env={**env, "PYTHONPATH": os.pathsep.join(paths)},
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        ) as process,
+    ):
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("{"):
+                yield Result(**json.loads(line))
+    if process.returncode:
+        tail = (folder / "zygote.log").read_text(errors="replace")[-3000:]
+        raise RuntimeError(f"the trials ended with status {process.returncode}: {tail}")
+
+
+# ---- in the process that forks ------------------------------------------------------
+
+
+def _serve(order: Path, model: str) -> None:
+    # Third Party
+    from vllm.config import KVTransferConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+    # First Party
+    import lmcache_rbln.integration.vllm.connector  # noqa: F401
+
+    config = EngineArgs(
+        model=model,
+        model_impl="vllm",
+        block_size=128,
+        max_model_len=1024,
+        max_num_batched_tokens=128,
+        max_num_seqs=4,
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="RBLNLMCacheConnectorV1", kv_role="kv_both"
+        ),
+    ).create_engine_config()
+    for number, given in enumerate(json.loads(order.read_text())):
+        trial = Trial(**given)
+        folder = order.parent / f"{number}-{trial.name}"
+        folder.mkdir()
+        begun = time.monotonic()
+        pid = os.fork()
+        if pid == 0:
+            _redirect(folder / "log")
+            if trial.end == "engine-ends":
+                process = multiprocessing.get_context("fork").Process(
+                    target=_trial, args=(trial, config, folder)
+                )
+                process.start()
+                process.join()
+                os._exit(process.exitcode if process.exitcode >= 0 else 100)
+            _trial(trial, config, folder)
+            return  # to the end of the interpreter
+        status = _wait(pid, 60.0)
+        log = (folder / "log").read_text(errors="replace")
+        stopped = folder / "stopping"
+        since = float(stopped.read_text()) if stopped.exists() else begun
+        left = [str(path) for path in folder.rglob("*") if path.is_socket()]
+        threads = folder / "threads"
+        left += json.loads(threads.read_text()) if threads.exists() else []
+        result = Result(trial.name, status, time.monotonic() - since, left, log)
+        print(json.dumps(vars(result)), flush=True)
+
+
+def _redirect(log: Path) -> None:
+    sys.stdout.flush()
+    target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(target, 1)
+    os.dup2(target, 2)
+
+
+def _wait(pid: int, timeout: float) -> int | None:
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(pid, 9)
+    os.waitpid(pid, 0)
+    return None
+
+
+# ---- in the trial's process ---------------------------------------------------------
+
+
+def _trial(trial: Trial, config: Any, folder: Path) -> None:
+    os.environ["VLLM_RPC_BASE_PATH"] = str(folder)
+    for name, value in trial.env.items():
+        os.environ[name] = value.replace("@", str(folder))
+    config.kv_transfer_config.kv_connector_extra_config = trial.extra
+    before = set(threading.enumerate())
+    started: list[Any] = []
+    try:
+        _start(config, folder, started)
+        if trial.works:
+            _work(*started)
+        if trial.fails:
+            raise RuntimeError("warm-up failed")
+    except Exception:
+        (folder / "stopping").write_text(str(time.monotonic()))
+        traceback.print_exc()
+        _note_threads(folder, before) if not started else None
+        sys.exit(1)
+    (folder / "stopping").write_text(str(time.monotonic()))
+    if trial.end == "stopped":
+        for connector in started:
+            connector.shutdown()
+        _note_threads(folder, before)
+        return
+    # Something holds the engine until the process ends, as a user's variable does.
+    sys.modules["__main__"].__dict__["engine"] = started
+
+
+def _note_threads(folder: Path, before: set[threading.Thread]) -> None:
+    def left() -> list[str]:
+        new = (t.name for t in threading.enumerate() if t not in before)
+        return sorted(n for n in new if not n.startswith("rbln-sim"))
+
+    deadline = time.monotonic() + 5.0
+    while left() and time.monotonic() < deadline:
+        time.sleep(0.01)  # for executors that were not waited for
+    names = [f"thread {name}" for name in left()]
+    (folder / "threads").write_text(json.dumps(names))
+
+
+def _start(config: Any, folder: Path, started: list[Any]) -> None:
+    """Make both connectors in vLLM's order; the worker's comes first."""
+    # Third Party
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.distributed.parallel_state import (
+        init_distributed_environment,
+        initialize_model_parallel,
+    )
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+    )
+    import torch
+
+    # First Party
+    from lmcache_rbln.integration.vllm.connector import RBLNLMCacheConnectorV1
+
+    with set_current_vllm_config(config):
+        init_distributed_environment(1, 0, f"file://{folder}/group", 0, "gloo")
+        initialize_model_parallel(1, 1)
+    layers = [f"model.layers.{layer}.self_attn.attn" for layer in range(2)]
+    spec = FullAttentionSpec(
+        block_size=128, num_kv_heads=2, head_size=64, dtype=torch.float16
+    )
+    kv_cache = KVCacheConfig(14, [], [KVCacheGroupSpec(layers, spec)])
+    worker = RBLNLMCacheConnectorV1(config, KVConnectorRole.WORKER, kv_cache)
+    shape = (14, 2, 2, 1, 128, 64)
+    worker.register_kv_caches(
+        {
+            layer: torch.zeros(shape, dtype=torch.float16, device="rbln:0")
+            for layer in layers
+        }
+    )
+    started.append(worker)
+    started.append(RBLNLMCacheConnectorV1(config, KVConnectorRole.SCHEDULER, kv_cache))
+
+
+def _work(worker: Any, scheduler: Any) -> None:
+    """Store a prompt, and look it up until it is there."""
+    # Third Party
+    import torch
+
+    tokens = list(range(3, 3 + 512))
+    engine = worker._lmcache_engine.lmcache_engine
+    engine.store(
+        tokens=torch.tensor(tokens),
+        kvcaches=list(worker._lmcache_engine.kv_caches.values()),
+        slot_mapping=torch.arange(512),
+        offset=0,
+        req_id="stored",
+    )
+    client = scheduler._lmcache_engine.lookup_client
+    deadline = time.monotonic() + 20
+    found: int | None = client.lookup(tokens, "looked-up")
+    while found is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+        found = client.lookup_cache("looked-up")
+    print("looked up", found, flush=True)
+
+
+def problems(result: Result, statuses: tuple[int, ...], within: float) -> list[str]:
+    """Say what is wrong with a result.
+
+    Args:
+        result: Of a trial.
+        statuses: Exit statuses that are right.
+        within: Longest time from the stop to the end, in seconds.
+
+    Returns:
+        One sentence for each fault.
+    """
+    wrong = []
+    if result.status is None:
+        wrong.append("hung and was killed")
+    elif result.status not in statuses:
+        wrong.append(f"status {result.status}, wanted {statuses}")
+    if "Assertion failed" in result.log:
+        wrong.append("libzmq: Assertion failed")
+    if result.left:
+        wrong.append(f"left {result.left}")
+    if result.seconds > within:
+        wrong.append(f"ended after {result.seconds:.1f} s, wanted {within:g}")
+    return wrong
+
+
+if __name__ == "__main__":
+    _serve(Path(sys.argv[1]), sys.argv[2])
