@@ -177,7 +177,8 @@ def _serve(order: Path, model: str) -> None:
                 )
                 process.start()
                 process.join()
-                os._exit(process.exitcode if process.exitcode >= 0 else 100)
+                code = process.exitcode or 0
+                os._exit(code if code >= 0 else 100)
             _trial(trial, config, folder)
             return  # to the end of the interpreter
         status = _wait(pid, 60.0)

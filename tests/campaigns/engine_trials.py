@@ -3,6 +3,7 @@
 
 # Standard
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 import json
@@ -167,12 +168,9 @@ def _keep_busy(engine: Engine) -> None:
     """Let two requests be computed when this returns."""
 
     def ask(seed: int) -> None:
-        try:
-            client.complete_together(
-                engine.port, engine.served_name, [list(range(seed, seed + 400))], 500
-            )
-        except client.RequestFailedError:
-            pass  # stopped, as is wanted
+        prompt = list(range(seed, seed + 400))
+        with suppress(client.RequestFailedError):  # stopped, as is wanted
+            client.complete_together(engine.port, engine.served_name, [prompt], 500)
 
     for seed in (3, 50):
         threading.Thread(target=ask, args=(seed,), daemon=True).start()

@@ -5,8 +5,8 @@
     python -m tests.campaigns.start_stop --only rds --times 5
 
 Nothing may abort, hang, take more than ten seconds or leave a socket, a segment or a
-thread. Kinds whose names begin with ``serve`` or ``offline`` start real engines and take
-half a minute each; ``--engine-times`` says how often.
+thread. Kinds whose names begin with ``serve`` or ``offline`` start real engines, half a
+minute each; ``--engine-times`` says how often.
 """
 
 # Standard

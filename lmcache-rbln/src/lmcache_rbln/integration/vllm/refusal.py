@@ -23,13 +23,14 @@ logger = init_logger(__name__)
 
 #: Names the file; set by the front process, for itself and those that it starts.
 VARIABLE = "LMCACHE_RBLN_REFUSAL_FILE"
+_PREFIX = "lmcache-rbln-refusal-"
 
 
 def announce_in_front_process() -> None:
     """Let this process log a refusal when it ends, if it is the front process."""
     if VARIABLE in os.environ or multiprocessing.parent_process() is not None:
         return
-    path = Path(tempfile.gettempdir(), f"lmcache-rbln-refusal-{os.getpid()}")
+    path = Path(tempfile.gettempdir(), f"{_PREFIX}{os.getpid()}")
     os.environ[VARIABLE] = str(path)
     atexit.register(_announce, path, os.getpid())
 
@@ -37,11 +38,13 @@ def announce_in_front_process() -> None:
 def leave(error: Exception) -> None:
     """Leave the reason of a refusal to the front process; an earlier one stays.
 
+    In the front process itself the error is what its user sees anyway.
+
     Args:
         error: What the connector raises.
     """
     path = os.environ.get(VARIABLE)
-    if path is None:
+    if path is None or path.endswith(f"{_PREFIX}{os.getpid()}"):
         return
     try:
         # Not a file that somebody else has put there.
