@@ -8,9 +8,10 @@ What it leaves behind is looked at from outside.
 """
 
 # Standard
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 import json
 import multiprocessing
@@ -45,9 +46,19 @@ def rds(**changes: object) -> dict[str, str]:
 #: folder.
 TIERS: dict[str, dict[str, str]] = {
     "cpu": {},
-    "disk": {"LMCACHE_LOCAL_DISK": "@/disk", "LMCACHE_MAX_LOCAL_DISK_SIZE": "0.05"},
-    "remote": {"LMCACHE_REMOTE_URL": "fs://localhost:0/@/remote"},
-    "mock": {"LMCACHE_REMOTE_URL": "mock://1/?peeking_latency=1&read_throughput=2"},
+    "disk": {
+        "LMCACHE_LOCAL_CPU": "False",
+        "LMCACHE_LOCAL_DISK": "@/disk",
+        "LMCACHE_MAX_LOCAL_DISK_SIZE": "0.05",
+    },
+    "remote": {
+        "LMCACHE_LOCAL_CPU": "False",
+        "LMCACHE_REMOTE_URL": "fs://localhost:0/@/remote",
+    },
+    "mock": {
+        "LMCACHE_LOCAL_CPU": "False",
+        "LMCACHE_REMOTE_URL": "mock://1/?peeking_latency=1&read_throughput=2",
+    },
     "rds": rds(),
     "rds-busy": rds() | {"RBLN_SIM_RDS_FAULTS": SLOW_WRITES},
     "async": {"LMCACHE_ENABLE_ASYNC_LOADING": "True"},
@@ -75,6 +86,8 @@ class Trial:
         end: One of ``ENDS``.
         works: Whether a prompt is stored and looked up before the end.
         fails: Where the start of the engine fails behind the connector, as in warm-up.
+        role: vLLM's ``kv_role``.
+        kv_first: Whether the KV cache is K/V-first, else blocks-first.
     """
 
     name: str
@@ -83,6 +96,8 @@ class Trial:
     end: str = "stopped"
     works: bool = True
     fails: bool = False
+    role: str = "kv_both"
+    kv_first: bool = False
 
 
 @dataclass
@@ -105,7 +120,7 @@ class Result:
 
 
 def run(
-    folder: Path, trials: list[Trial], env: dict[str, str], model: Path
+    folder: Path, trials: Sequence[Trial], env: dict[str, str], model: Path
 ) -> Iterator[Result]:
     """Run trials one after the other.
 
@@ -219,12 +234,14 @@ def _trial(trial: Trial, config: Any, folder: Path) -> None:
     for name, value in trial.env.items():
         os.environ[name] = value.replace("@", str(folder))
     config.kv_transfer_config.kv_connector_extra_config = trial.extra
+    config.kv_transfer_config.kv_role = trial.role
     before = set(threading.enumerate())
     started: list[Any] = []
     try:
-        _start(config, folder, started)
+        _start(config, folder, started, trial)
         if trial.works:
-            _work(*started)
+            worker, scheduler = started
+            _work(worker, scheduler, trial)
         if trial.fails:
             raise RuntimeError("warm-up failed")
     except Exception:
@@ -254,7 +271,7 @@ def _note_threads(folder: Path, before: set[threading.Thread]) -> None:
     (folder / "threads").write_text(json.dumps(names))
 
 
-def _start(config: Any, folder: Path, started: list[Any]) -> None:
+def _start(config: Any, folder: Path, started: list[Any], trial: Trial) -> None:
     """Make both connectors in vLLM's order; the worker's comes first."""
     # Third Party
     from vllm.config import set_current_vllm_config
@@ -282,38 +299,53 @@ def _start(config: Any, folder: Path, started: list[Any]) -> None:
     )
     kv_cache = KVCacheConfig(14, [], [KVCacheGroupSpec(layers, spec)])
     worker = RBLNLMCacheConnectorV1(config, KVConnectorRole.WORKER, kv_cache)
-    shape = (14, 2, 2, 1, 128, 64)
+    shape = (2, 14, 2, 1, 128, 64) if trial.kv_first else (14, 2, 2, 1, 128, 64)
     worker.register_kv_caches(
-        {
-            layer: torch.zeros(shape, dtype=torch.float16, device="rbln:0")
-            for layer in layers
-        }
+        {layer: torch.randn(shape).half().to("rbln:0") for layer in layers}
     )
     started.append(worker)
     started.append(RBLNLMCacheConnectorV1(config, KVConnectorRole.SCHEDULER, kv_cache))
 
 
-def _work(worker: Any, scheduler: Any) -> None:
-    """Store a prompt, and look it up until it is there."""
+def _work(worker: Any, scheduler: Any, trial: Trial) -> None:
+    """Store blocks as a step does, look them up, and restore them into others."""
     # Third Party
     import torch
 
+    # First Party
+    from lmcache.integration.vllm.vllm_v1_adapter import LoadSpec, ReqMeta, SaveSpec
+    from lmcache_rbln.integration.vllm.connector import RBLNConnectorMetadata
+
     tokens = list(range(3, 3 + 512))
-    engine = worker._lmcache_engine.lmcache_engine
-    engine.store(
-        tokens=torch.tensor(tokens),
-        kvcaches=list(worker._lmcache_engine.kv_caches.values()),
-        slot_mapping=torch.arange(512),
-        offset=0,
-        req_id="stored",
-    )
+    slots = torch.arange(512)
+    save = ReqMeta("stored", tokens, slots, True, SaveSpec(0, True))
+    worker.bind_connector_metadata(RBLNConnectorMetadata([save]))
+    worker.wait_for_save()
+    worker.clear_connector_metadata()
+
+    stored = 0 if trial.role == "kv_consumer" else 512
     client = scheduler._lmcache_engine.lookup_client
-    deadline = time.monotonic() + 20
-    found: int | None = client.lookup(tokens, "looked-up")
-    while found is None and time.monotonic() < deadline:
-        time.sleep(0.01)
-        found = client.lookup_cache("looked-up")
-    print("looked up", found, flush=True)
+    deadline = time.monotonic() + 30
+    number, found = 0, -1
+    while found != stored and time.monotonic() < deadline:
+        number += 1
+        found = client.lookup(tokens, f"looked-up-{number}")
+        while found is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+            found = client.lookup_cache(f"looked-up-{number}")
+    print("found", found, flush=True)
+    if not stored:
+        return
+    load = ReqMeta(
+        f"looked-up-{number}", tokens, slots + 512, load_spec=LoadSpec(0, 512, True)
+    )
+    worker.bind_connector_metadata(RBLNConnectorMetadata([load]))
+    worker.start_load_kv(SimpleNamespace(attn_metadata=object()))
+    worker.clear_connector_metadata()
+    for kv in worker._lmcache_engine.kv_caches.values():
+        blocks = kv.cpu().movedim(int(trial.kv_first), 0)
+        assert torch.equal(blocks[:4], blocks[4:8]), "restored other bytes"
+    print("restored equal", flush=True)
 
 
 def problems(result: Result, statuses: tuple[int, ...], within: float) -> list[str]:

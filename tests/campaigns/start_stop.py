@@ -11,7 +11,7 @@ minute each; ``--engine-times`` says how often.
 
 # Standard
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 import argparse
 import functools
@@ -204,24 +204,11 @@ def component(
     folder: Path, chosen: Sequence[tuple[Trial, tuple[int, ...], str]]
 ) -> int:
     """Run trials without a model; return how many were wrong."""
-    folder.mkdir(parents=True, exist_ok=True)
-    env = serving_environment(find_runtime(), folder / "cache", None)
-    env |= own_machine(folder) | {
-        "PYTHONHASHSEED": "0",
-        "LMCACHE_LOCAL_CPU": "True",
-        "LMCACHE_MAX_LOCAL_CPU_SIZE": "0.01",
-        "LMCACHE_CHUNK_SIZE": "256",
-        "RBLN_SIM_MEMORY_GIB": "8",
-        "OMP_NUM_THREADS": "1",
-    }
-    model = tiny_models.make(
-        "qwen3", folder / "models", tiny_models.Size(max_positions=4096)
-    )
     wrong = 0
     seen: Counter[str] = Counter()
     slowest: dict[str, float] = {}
     faults: Counter[str] = Counter()
-    results = connector_trials.run(folder, [c[0] for c in chosen], env, model)
+    results = run_component(folder, [c[0] for c in chosen])
     for (trial, statuses, named), result in zip(chosen, results, strict=True):
         found = problems(result, statuses, WITHIN_S)
         if named and named not in result.log:
@@ -239,6 +226,24 @@ def component(
         json.dumps({"trials": sum(seen.values()), "wrong": wrong, "logs": str(folder)})
     )
     return wrong
+
+
+def run_component(folder: Path, chosen: Sequence[Trial]) -> Iterator[Result]:
+    """Run trials without a model, in an environment of their own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    env = serving_environment(find_runtime(), folder / "cache", None)
+    env |= own_machine(folder) | {
+        "PYTHONHASHSEED": "0",
+        "LMCACHE_LOCAL_CPU": "True",
+        "LMCACHE_MAX_LOCAL_CPU_SIZE": "0.01",
+        "LMCACHE_CHUNK_SIZE": "256",
+        "RBLN_SIM_MEMORY_GIB": "8",
+        "OMP_NUM_THREADS": "1",
+    }
+    model = tiny_models.make(
+        "qwen3", folder / "models", tiny_models.Size(max_positions=4096)
+    )
+    return connector_trials.run(folder, chosen, env, model)
 
 
 if __name__ == "__main__":
