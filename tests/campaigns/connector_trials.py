@@ -16,6 +16,7 @@ from typing import Any
 import json
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -70,6 +71,8 @@ TIERS: dict[str, dict[str, str]] = {
     "statistics": {"LMCACHE_ENABLE_CHUNK_STATISTICS": "True"},
 }
 
+_VLLM_SOCKET = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+
 #: Ways to end: vLLM stops the connectors; the process that multiprocessing started ends
 #: without; a process of its own ends without.
 ENDS = ("stopped", "engine-ends", "process-ends")
@@ -88,6 +91,8 @@ class Trial:
         fails: Where the start of the engine fails behind the connector, as in warm-up.
         role: vLLM's ``kv_role``.
         kv_first: Whether the KV cache is K/V-first, else blocks-first.
+        model: Name of the tiny model; ``mla`` has a latent KV cache.
+        ranks: Workers, each on an NPU and, but for the first, in a process of its own.
     """
 
     name: str
@@ -98,6 +103,8 @@ class Trial:
     fails: bool = False
     role: str = "kv_both"
     kv_first: bool = False
+    model: str = "qwen3"
+    ranks: int = 1
 
 
 @dataclass
@@ -120,7 +127,7 @@ class Result:
 
 
 def run(
-    folder: Path, trials: Sequence[Trial], env: dict[str, str], model: Path
+    folder: Path, trials: Sequence[Trial], env: dict[str, str], models: Path
 ) -> Iterator[Result]:
     """Run trials one after the other.
 
@@ -128,7 +135,7 @@ def run(
         folder: Where they leave their logs.
         trials: What to run.
         env: Environment that leads to the NPU.
-        model: Folder of a model's configuration.
+        models: Folder with the configurations of the tiny models.
 
     Yields:
         The results, in that order.
@@ -140,7 +147,7 @@ def run(
     with (
         (folder / "zygote.log").open("wb") as log,
         subprocess.Popen(
-            [*command, str(order), str(model)],
+            [*command, str(order), str(models)],
             env={**env, "PYTHONPATH": os.pathsep.join(paths)},
             stdout=subprocess.PIPE,
             stderr=log,
@@ -156,18 +163,24 @@ def run(
         raise RuntimeError(f"the trials ended with status {process.returncode}: {tail}")
 
 
+def sockets_in(folder: Path) -> list[str]:
+    """List the sockets below a folder, but those that vLLM itself leaves there.
+
+    Its message queues between ranks have a UUID for a name.
+    """
+    found = (path for path in folder.rglob("*") if path.is_socket())
+    return [str(path) for path in found if not _VLLM_SOCKET.fullmatch(path.name)]
+
+
 # ---- in the process that forks ------------------------------------------------------
 
 
-def _serve(order: Path, model: str) -> None:
+def _config(model: str) -> Any:
     # Third Party
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import EngineArgs
 
-    # First Party
-    import lmcache_rbln.integration.vllm.connector  # noqa: F401
-
-    config = EngineArgs(
+    return EngineArgs(
         model=model,
         model_impl="vllm",
         block_size=128,
@@ -178,8 +191,18 @@ def _serve(order: Path, model: str) -> None:
             kv_connector="RBLNLMCacheConnectorV1", kv_role="kv_both"
         ),
     ).create_engine_config()
+
+
+def _serve(order: Path, models: Path) -> None:
+    # First Party
+    import lmcache_rbln.integration.vllm.connector  # noqa: F401
+
+    configs: dict[str, Any] = {}
     for number, given in enumerate(json.loads(order.read_text())):
         trial = Trial(**given)
+        if trial.model not in configs:
+            configs[trial.model] = _config(str(models / trial.model))
+        config = configs[trial.model]
         folder = order.parent / f"{number}-{trial.name}"
         folder.mkdir()
         begun = time.monotonic()
@@ -200,7 +223,7 @@ def _serve(order: Path, model: str) -> None:
         log = (folder / "log").read_text(errors="replace")
         stopped = folder / "stopping"
         since = float(stopped.read_text()) if stopped.exists() else begun
-        left = [str(path) for path in folder.rglob("*") if path.is_socket()]
+        left = sockets_in(folder)
         threads = folder / "threads"
         left += json.loads(threads.read_text()) if threads.exists() else []
         result = Result(trial.name, status, time.monotonic() - since, left, log)
@@ -231,23 +254,42 @@ def _wait(pid: int, timeout: float) -> int | None:
 
 def _trial(trial: Trial, config: Any, folder: Path) -> None:
     os.environ["VLLM_RPC_BASE_PATH"] = str(folder)
+    os.environ["RBLN_VISIBLE_DEVICES"] = "0"
     for name, value in trial.env.items():
         os.environ[name] = value.replace("@", str(folder))
     config.kv_transfer_config.kv_connector_extra_config = trial.extra
     config.kv_transfer_config.kv_role = trial.role
+    parallel = config.parallel_config
+    parallel.tensor_parallel_size = parallel.world_size = trial.ranks
+    others = [
+        multiprocessing.get_context("fork").Process(
+            target=_other_rank, args=(trial, config, folder, rank)
+        )
+        for rank in range(1, trial.ranks)
+    ]
+    for process in others:
+        process.start()
     before = set(threading.enumerate())
     started: list[Any] = []
     try:
-        _start(config, folder, started, trial)
+        started.append(_start_worker(config, folder, trial))
+        started.append(_start_scheduler(config, trial))
         if trial.works:
-            worker, scheduler = started
-            _work(worker, scheduler, trial)
+            _store(started[0])
+            lookup = _look_up(started[1], trial)
+            (folder / "found").write_text(lookup)
+            (folder / "found").rename(folder / "looked-up")
+            _restore(started[0], trial, lookup)
+        for process in others:
+            process.join(30.0)
+            assert process.exitcode == 0, f"rank: {process.exitcode}"
         if trial.fails:
             raise RuntimeError("warm-up failed")
     except Exception:
         (folder / "stopping").write_text(str(time.monotonic()))
         traceback.print_exc()
-        _note_threads(folder, before) if not started else None
+        if not started:
+            _note_threads(folder, before)
         sys.exit(1)
     (folder / "stopping").write_text(str(time.monotonic()))
     if trial.end == "stopped":
@@ -257,6 +299,19 @@ def _trial(trial: Trial, config: Any, folder: Path) -> None:
         return
     # Something holds the engine until the process ends, as a user's variable does.
     sys.modules["__main__"].__dict__["engine"] = started
+
+
+def _other_rank(trial: Trial, config: Any, folder: Path, rank: int) -> None:
+    os.environ["RBLN_VISIBLE_DEVICES"] = str(rank)
+    config.parallel_config.rank = rank
+    worker = _start_worker(config, folder, trial)
+    _store(worker)
+    lookup = folder / "looked-up"
+    deadline = time.monotonic() + 30
+    while not lookup.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    _restore(worker, trial, lookup.read_text())
+    worker.shutdown()
 
 
 def _note_threads(folder: Path, before: set[threading.Thread]) -> None:
@@ -271,8 +326,27 @@ def _note_threads(folder: Path, before: set[threading.Thread]) -> None:
     (folder / "threads").write_text(json.dumps(names))
 
 
-def _start(config: Any, folder: Path, started: list[Any], trial: Trial) -> None:
-    """Make both connectors in vLLM's order; the worker's comes first."""
+def _layers(config: Any, trial: Trial) -> tuple[Any, tuple[int, ...]]:
+    """Return vLLM's plan of the KV cache, and the shape of a layer."""
+    # Third Party
+    from vllm.v1 import kv_cache_interface as kv
+    import torch
+
+    model = config.model_config
+    heads = model.get_num_kv_heads(config.parallel_config)
+    size = model.get_head_size()
+    kind = kv.MLAAttentionSpec if trial.model == "mla" else kv.FullAttentionSpec
+    spec = kind(block_size=128, num_kv_heads=heads, head_size=size, dtype=torch.float16)
+    names = [f"model.layers.{layer}.self_attn.attn" for layer in range(2)]
+    plan = kv.KVCacheConfig(14, [], [kv.KVCacheGroupSpec(names, spec)])
+    if trial.model == "mla":
+        return plan, (14, 128, size)
+    first = (2, 14) if trial.kv_first else (14, 2)
+    return plan, (*first, heads, 1, 128, size)
+
+
+def _start_worker(config: Any, folder: Path, trial: Trial) -> Any:
+    """Make a worker's connector and give it a KV cache, as vLLM does."""
     # Third Party
     from vllm.config import set_current_vllm_config
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -280,65 +354,84 @@ def _start(config: Any, folder: Path, started: list[Any], trial: Trial) -> None:
         init_distributed_environment,
         initialize_model_parallel,
     )
-    from vllm.v1.kv_cache_interface import (
-        FullAttentionSpec,
-        KVCacheConfig,
-        KVCacheGroupSpec,
-    )
     import torch
 
     # First Party
     from lmcache_rbln.integration.vllm.connector import RBLNLMCacheConnectorV1
 
+    rank = config.parallel_config.rank
     with set_current_vllm_config(config):
-        init_distributed_environment(1, 0, f"file://{folder}/group", 0, "gloo")
-        initialize_model_parallel(1, 1)
-    layers = [f"model.layers.{layer}.self_attn.attn" for layer in range(2)]
-    spec = FullAttentionSpec(
-        block_size=128, num_kv_heads=2, head_size=64, dtype=torch.float16
-    )
-    kv_cache = KVCacheConfig(14, [], [KVCacheGroupSpec(layers, spec)])
-    worker = RBLNLMCacheConnectorV1(config, KVConnectorRole.WORKER, kv_cache)
-    shape = (2, 14, 2, 1, 128, 64) if trial.kv_first else (14, 2, 2, 1, 128, 64)
+        init_distributed_environment(
+            trial.ranks, rank, f"file://{folder}/group", rank, "gloo"
+        )
+        initialize_model_parallel(trial.ranks, 1)
+    plan, shape = _layers(config, trial)
+    worker = RBLNLMCacheConnectorV1(config, KVConnectorRole.WORKER, plan)
+    names = plan.kv_cache_groups[0].layer_names
     worker.register_kv_caches(
-        {layer: torch.randn(shape).half().to("rbln:0") for layer in layers}
+        {name: torch.randn(shape).half().to("rbln:0") for name in names}
     )
-    started.append(worker)
-    started.append(RBLNLMCacheConnectorV1(config, KVConnectorRole.SCHEDULER, kv_cache))
+    return worker
 
 
-def _work(worker: Any, scheduler: Any, trial: Trial) -> None:
-    """Store blocks as a step does, look them up, and restore them into others."""
+def _start_scheduler(config: Any, trial: Trial) -> Any:
+    # Third Party
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+    # First Party
+    from lmcache_rbln.integration.vllm.connector import RBLNLMCacheConnectorV1
+
+    plan, _ = _layers(config, trial)
+    return RBLNLMCacheConnectorV1(config, KVConnectorRole.SCHEDULER, plan)
+
+
+_TOKENS = list(range(3, 3 + 512))
+
+
+def _store(worker: Any) -> None:
+    """Store the first four blocks, as a step does."""
     # Third Party
     import torch
 
     # First Party
-    from lmcache.integration.vllm.vllm_v1_adapter import LoadSpec, ReqMeta, SaveSpec
+    from lmcache.integration.vllm.vllm_v1_adapter import ReqMeta, SaveSpec
     from lmcache_rbln.integration.vllm.connector import RBLNConnectorMetadata
 
-    tokens = list(range(3, 3 + 512))
-    slots = torch.arange(512)
-    save = ReqMeta("stored", tokens, slots, True, SaveSpec(0, True))
+    save = ReqMeta("stored", _TOKENS, torch.arange(512), True, SaveSpec(0, True))
     worker.bind_connector_metadata(RBLNConnectorMetadata([save]))
     worker.wait_for_save()
     worker.clear_connector_metadata()
 
+
+def _look_up(scheduler: Any, trial: Trial) -> str:
+    """Look the tokens up until all are there; return the last look-up's id."""
     stored = 0 if trial.role == "kv_consumer" else 512
     client = scheduler._lmcache_engine.lookup_client
     deadline = time.monotonic() + 30
     number, found = 0, -1
     while found != stored and time.monotonic() < deadline:
         number += 1
-        found = client.lookup(tokens, f"looked-up-{number}")
+        found = client.lookup(_TOKENS, f"looked-up-{number}")
         while found is None and time.monotonic() < deadline:
             time.sleep(0.01)
             found = client.lookup_cache(f"looked-up-{number}")
     print("found", found, flush=True)
-    if not stored:
+    return f"looked-up-{number}"
+
+
+def _restore(worker: Any, trial: Trial, lookup: str) -> None:
+    """Restore into the next four blocks, and compare."""
+    # Third Party
+    import torch
+
+    # First Party
+    from lmcache.integration.vllm.vllm_v1_adapter import LoadSpec, ReqMeta
+    from lmcache_rbln.integration.vllm.connector import RBLNConnectorMetadata
+
+    if trial.role == "kv_consumer":
         return
-    load = ReqMeta(
-        f"looked-up-{number}", tokens, slots + 512, load_spec=LoadSpec(0, 512, True)
-    )
+    slots = torch.arange(512) + 512
+    load = ReqMeta(lookup, _TOKENS, slots, load_spec=LoadSpec(0, 512, True))
     worker.bind_connector_metadata(RBLNConnectorMetadata([load]))
     worker.start_load_kv(SimpleNamespace(attn_metadata=object()))
     worker.clear_connector_metadata()
@@ -374,4 +467,4 @@ def problems(result: Result, statuses: tuple[int, ...], within: float) -> list[s
 
 
 if __name__ == "__main__":
-    _serve(Path(sys.argv[1]), sys.argv[2])
+    _serve(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -19,7 +19,7 @@ from examples.rbln_demo.processes import ServerFailedError, ServerProcess
 from examples.rbln_demo.procfs import mapped_segments, session_members
 from examples.rbln_demo.runtime import Runtime, own_machine
 from examples.rbln_demo.servers import HOST, Engine, EngineConfig
-from tests.campaigns.connector_trials import Result
+from tests.campaigns.connector_trials import Result, sockets_in
 from tests.e2e.serving import serving_environment
 
 CONNECTOR = "RBLNLMCacheConnectorV1"
@@ -195,6 +195,6 @@ def _ended(
         time.sleep(0.05)
     seconds = time.monotonic() - begun
     left = [f"process {pid}" for pid in session_members(process.pid)]
-    left += [str(path) for path in folder.rglob("*") if path.is_socket()]
+    left += sockets_in(folder)
     left += [str(path) for path in mapped if path.exists()]
     return Result(name, status, seconds, left, process.log())

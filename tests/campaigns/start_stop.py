@@ -232,7 +232,7 @@ def run_component(folder: Path, chosen: Sequence[Trial]) -> Iterator[Result]:
     """Run trials without a model, in an environment of their own."""
     folder.mkdir(parents=True, exist_ok=True)
     env = serving_environment(find_runtime(), folder / "cache", None)
-    env |= own_machine(folder) | {
+    env |= own_machine(folder, devices=2) | {
         "PYTHONHASHSEED": "0",
         "LMCACHE_LOCAL_CPU": "True",
         "LMCACHE_MAX_LOCAL_CPU_SIZE": "0.01",
@@ -240,10 +240,10 @@ def run_component(folder: Path, chosen: Sequence[Trial]) -> Iterator[Result]:
         "RBLN_SIM_MEMORY_GIB": "8",
         "OMP_NUM_THREADS": "1",
     }
-    model = tiny_models.make(
-        "qwen3", folder / "models", tiny_models.Size(max_positions=4096)
-    )
-    return connector_trials.run(folder, chosen, env, model)
+    size = tiny_models.Size(max_positions=4096)
+    for model in sorted({trial.model for trial in chosen}):
+        tiny_models.make(model, folder / "models", size)
+    return connector_trials.run(folder, chosen, env, folder / "models")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,12 @@ from lmcache import torch_device_type
 from lmcache.integration.vllm.lmcache_connector_v1 import LMCacheConnectorV1Dynamic
 from lmcache.integration.vllm.vllm_v1_adapter import LMCacheConnectorMetadata
 from lmcache.logging import init_logger
-from lmcache_rbln.integration.vllm import refusal, service, startup_checks
+from lmcache_rbln.integration.vllm import (
+    combinations,
+    refusal,
+    service,
+    startup_checks,
+)
 from lmcache_rbln.integration.vllm.recovery import UnloadedBlocks, roll_back
 from lmcache_rbln.settings import RECOMPUTE, Settings
 
@@ -119,6 +124,7 @@ class RBLNLMCacheConnectorV1(LMCacheConnectorV1Dynamic):
             config.extra_config, transfer_config.kv_connector_extra_config
         )
         startup_checks.require_supported(config, vllm_config, kv_cache_config)
+        combinations.require_tested(vllm_config)
         #: Requests that ended between their lookup and their first step.
         self._dropped_lookups: list[str] = []
         self._recovered_blocks: list[int] = []
