@@ -38,6 +38,10 @@ STOPS = [
         for tier in ("cpu", "rds")
         for role in ("kv_producer", "kv_consumer")
     ),
+    *(
+        Trial(f"{tier}-async", TIERS[tier] | TIERS["async"], end="engine-ends")
+        for tier in ("disk", "remote")
+    ),
     *(Trial(f"{tier}-stopped", TIERS[tier]) for tier in ("cpu", "rds-busy")),
     Trial("rds-async-process-ends", TIERS["rds-async"], end="process-ends"),
 ]
