@@ -230,3 +230,71 @@ def test_a_healthy_start_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         made._require_healthy()
     assert not caplog.records
+
+
+def test_a_start_that_fails_half_way_ends_what_it_began(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # First Party
+    from lmcache_rbln.integration.vllm import connector, refusal, service
+
+    def stock(*_: Any, **__: Any) -> None:
+        raise OSError("no socket")
+
+    destroyed: list[bool] = []
+    left: list[Exception] = []
+    monkeypatch.setattr(service, "create_engine", lambda *_: object())
+    monkeypatch.setattr(service, "destroy_engine", lambda: destroyed.append(True))
+    monkeypatch.setattr(refusal, "leave", left.append)
+    monkeypatch.setattr(connector.LMCacheConnectorV1Dynamic, "__init__", stock)
+    before = set(connector._open)
+    with pytest.raises(OSError, match="no socket") as caught:
+        construct("WORKER", vllm_config())
+    assert destroyed == [True]
+    assert left == [caught.value]
+    assert set(connector._open) == before
+
+
+def test_nothing_is_begun_before_the_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    # First Party
+    from lmcache_rbln.integration.vllm import connector, service
+
+    def begin(*_: Any, **__: Any) -> None:
+        raise AssertionError("began")
+
+    monkeypatch.setattr(service, "create_engine", begin)
+    monkeypatch.setattr(service, "destroy_engine", begin)
+    monkeypatch.setattr(connector.LMCacheConnectorV1Dynamic, "__init__", begin)
+    config = vllm_config()
+    config.parallel_config.pipeline_parallel_size = 2
+    with pytest.raises(ValueError, match="--pipeline-parallel-size 1"):
+        construct("WORKER", config)
+
+
+def test_the_end_of_the_process_shuts_open_connectors_down_once() -> None:
+    # First Party
+    from lmcache_rbln.integration.vllm import connector
+
+    made = connector_over(Manager(True, ["Plugin"]), False)
+    connector._open.add(made)
+    connector._shut_down_open_connectors()
+    made.shutdown()
+    assert made._lmcache_engine.closed == [True]
+    assert made not in connector._open
+
+
+def test_an_open_connector_is_not_kept_alive() -> None:
+    """It holds the KV cache, which a program with several engines needs back."""
+    # Standard
+    import gc
+    import weakref
+
+    # First Party
+    from lmcache_rbln.integration.vllm import connector
+
+    made = connector_over(Manager(True, ["Plugin"]), False)
+    connector._open.add(made)
+    alive = weakref.ref(made)
+    del made
+    gc.collect()
+    assert alive() is None
