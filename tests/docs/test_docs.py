@@ -146,6 +146,16 @@ def test_every_metric_is_tested(document: Path) -> None:
         assert metric in text_of(*TESTS), f"no test reads {metric}"
 
 
+def test_every_test_in_the_table_of_what_works_together_exists() -> None:
+    text = USER_PAGE.read_text(encoding="utf-8")
+    named = re.findall(r"``([\w/]+\.py)::(\w+)``", text)
+    assert len(set(named)) > 8
+    for file, test in named:
+        found = [path for folder in TESTS for path in folder.rglob(file)]
+        assert found, f"no test file {file}"
+        assert any(f"def {test}(" in path.read_text("utf-8") for path in found), test
+
+
 @cache
 def make_targets(folder: Path) -> set[str]:
     """Return the targets that make knows in a folder, generated ones included."""

@@ -205,6 +205,8 @@ def connector_over(manager: Manager, allow_degraded: bool) -> Any:
     made = RBLNLMCacheConnectorV1.__new__(RBLNLMCacheConnectorV1)
     made._settings = Settings(allow_degraded=allow_degraded)
     made._shutdown_once = threading.Lock()
+    made._paged_kv = None
+    made._failures = ["Failed to create backend Plugin: rds_x must be 1"]
     closed: list[bool] = []
     engine: Any = SimpleNamespace(
         _manager=manager, shutdown=lambda: closed.append(True), closed=closed
@@ -230,9 +232,8 @@ def test_recompute_mode_stops_or_is_said(
     from lmcache_rbln.integration.vllm import connector
 
     refused = connector_over(Manager(*manager), False)
-    with pytest.raises(RuntimeError, match=f"{reason}.*allow_degraded"):
+    with pytest.raises(RuntimeError, match=f"{reason}.*rds_x.*allow_degraded"):
         refused._require_healthy()
-    assert refused._lmcache_engine.closed, "its threads would keep the process alive"
 
     monkeypatch.setattr(connector.logger, "propagate", True)
     allowed = connector_over(Manager(*manager), True)
@@ -311,3 +312,71 @@ def test_a_limit_on_loads_behind_a_cached_prefix(
     assert (tokens, later) == (wanted, False)
     made.update_state_after_alloc(request, None, tokens)
     assert implementation.load_specs["r"].can_load
+
+
+def test_a_start_that_fails_half_way_ends_what_it_began(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # First Party
+    from lmcache_rbln.integration.vllm import connector, refusal, service
+
+    def stock(*_: Any, **__: Any) -> None:
+        raise OSError("no socket")
+
+    destroyed: list[bool] = []
+    left: list[Exception] = []
+    monkeypatch.setattr(service, "create_engine", lambda *_: object())
+    monkeypatch.setattr(service, "destroy_engine", lambda: destroyed.append(True))
+    monkeypatch.setattr(refusal, "leave", left.append)
+    monkeypatch.setattr(connector.LMCacheConnectorV1Dynamic, "__init__", stock)
+    before = set(connector._open)
+    with pytest.raises(OSError, match="no socket") as caught:
+        construct("WORKER", vllm_config())
+    assert destroyed == [True]
+    assert left == [caught.value]
+    assert set(connector._open) == before
+
+
+def test_nothing_is_begun_before_the_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    # First Party
+    from lmcache_rbln.integration.vllm import connector, service
+
+    def begin(*_: Any, **__: Any) -> None:
+        raise AssertionError("began")
+
+    monkeypatch.setattr(service, "create_engine", begin)
+    monkeypatch.setattr(service, "destroy_engine", begin)
+    monkeypatch.setattr(connector.LMCacheConnectorV1Dynamic, "__init__", begin)
+    config = vllm_config()
+    config.parallel_config.pipeline_parallel_size = 2
+    with pytest.raises(ValueError, match="--pipeline-parallel-size 1"):
+        construct("WORKER", config)
+
+
+def test_the_end_of_the_process_shuts_open_connectors_down_once() -> None:
+    # First Party
+    from lmcache_rbln.integration.vllm import connector
+
+    made = connector_over(Manager(True, ["Plugin"]), False)
+    connector._open.add(made)
+    connector._shut_down_open_connectors()
+    made.shutdown()
+    assert made._lmcache_engine.closed == [True]
+    assert made not in connector._open
+
+
+def test_an_open_connector_is_not_kept_alive() -> None:
+    """It holds the KV cache, which a program with several engines needs back."""
+    # Standard
+    import gc
+    import weakref
+
+    # First Party
+    from lmcache_rbln.integration.vllm import connector
+
+    made = connector_over(Manager(True, ["Plugin"]), False)
+    connector._open.add(made)
+    alive = weakref.ref(made)
+    del made
+    gc.collect()
+    assert alive() is None

@@ -81,3 +81,25 @@ def test_other_errors_are_passed_on() -> None:
         engine.retrieve([1], None)
     with pytest.raises(KeyError, match="bug"):
         engine.store([1])
+
+
+def test_why_a_backend_could_not_be_made_is_collected() -> None:
+    # Standard
+    import logging
+
+    # First Party
+    from lmcache_rbln.integration.vllm import service
+
+    backends = logging.getLogger("lmcache.v1.storage_backend")
+    remote = logging.getLogger("lmcache.v1.storage_backend.remote_backend")
+    handlers = [list(backends.handlers), list(remote.handlers)]
+    with service.logged_failures() as failures:
+        backends.error("Failed to create backend %s: %s", "P", "no such module")
+        backends.warning("The 'memory_allocator' argument is deprecated")
+        remote.warning("Failed to initialize/re-establish remote connection: why")
+    backends.error("Failed to create backend Q: later")
+    assert failures == [
+        "Failed to create backend P: no such module",
+        "Failed to initialize/re-establish remote connection: why",
+    ]
+    assert [backends.handlers, remote.handlers] == handlers

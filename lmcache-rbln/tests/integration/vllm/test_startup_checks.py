@@ -131,6 +131,30 @@ def test_tiers_that_are_missing(
     assert message in missing
 
 
+def test_a_remote_tier_without_a_connection() -> None:
+    backends = {"RemoteBackend": SimpleNamespace(connection=None)}
+    (missing,) = startup_checks.missing_tiers(config(), backends, 4096)
+    assert missing == "RemoteBackend has no connection"
+    backends = {"RemoteBackend": SimpleNamespace(connection=object())}
+    assert not startup_checks.missing_tiers(config(), backends, 4096)
+
+
+@pytest.mark.parametrize(
+    ("formatted", "wanted"),
+    [
+        ("", "LMCache is not healthy"),
+        ("KeyError: 'LocalCPUBackend'\n", "KeyError: 'LocalCPUBackend'"),
+        (
+            'Traceback (most recent call last):\n  File "a.py", line 1, in f\n'
+            "    g()\n    ^^^\nValueError: one\nand two\n",
+            "ValueError: one and two",
+        ),
+    ],
+)
+def test_a_traceback_in_one_line(formatted: str, wanted: str) -> None:
+    assert startup_checks.exception_of(formatted) == wanted
+
+
 @pytest.mark.parametrize(
     ("settings", "backends"),
     [

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 import os
 import threading
+import weakref
 
 # Third Party
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -22,7 +23,12 @@ from lmcache import torch_device_type
 from lmcache.integration.vllm.lmcache_connector_v1 import LMCacheConnectorV1Dynamic
 from lmcache.integration.vllm.vllm_v1_adapter import LMCacheConnectorMetadata
 from lmcache.logging import init_logger
-from lmcache_rbln.integration.vllm import service, startup_checks
+from lmcache_rbln.integration.vllm import (
+    combinations,
+    refusal,
+    service,
+    startup_checks,
+)
 from lmcache_rbln.integration.vllm.handover import RequestView, copied_step, view_of
 from lmcache_rbln.integration.vllm.recovery import UnloadedBlocks, roll_back
 from lmcache_rbln.settings import RECOMPUTE, Settings, require, require_parsed
@@ -41,6 +47,23 @@ if TYPE_CHECKING:
     from lmcache_rbln.paged_kv import RBLNPagedKVConnector
 
 logger = init_logger(__name__)
+
+refusal.announce_in_front_process()
+
+#: Connectors that have not been shut down.
+_open: weakref.WeakSet[RBLNLMCacheConnectorV1] = weakref.WeakSet()
+
+
+def _shut_down_open_connectors() -> None:
+    for connector in list(_open):
+        connector.shutdown()
+
+
+# vLLM does not shut a connector down if start-up fails behind it, nor where a program
+# ends with its LLM in use. This hook, which concurrent.futures is built on, runs in
+# both, also in a forked process, while threads can still be started and joined; nothing
+# public does.
+threading._register_atexit(_shut_down_open_connectors)
 
 
 @dataclass
@@ -78,6 +101,23 @@ class RBLNLMCacheConnectorV1(LMCacheConnectorV1Dynamic):
         role: KVConnectorRole,
         kv_cache_config: KVCacheConfig | None = None,
     ) -> None:
+        self._shutdown_once = threading.Lock()
+        self._paged_kv: RBLNPagedKVConnector | None = None
+        #: What LMCache has logged of tiers that it could not make.
+        self._failures: list[str] = []
+        try:
+            self._start(vllm_config, role, kv_cache_config)
+        except Exception as error:
+            refusal.leave(error)
+            self.shutdown()
+            raise
+
+    def _start(
+        self,
+        vllm_config: VllmConfig,
+        role: KVConnectorRole,
+        kv_cache_config: KVCacheConfig | None,
+    ) -> None:
         startup_checks.require_hash_seed(os.environ)
         transfer_config = vllm_config.kv_transfer_config
         assert transfer_config is not None
@@ -85,17 +125,17 @@ class RBLNLMCacheConnectorV1(LMCacheConnectorV1Dynamic):
         facts = startup_checks.vllm_facts(vllm_config)
         settings = require(os.environ, extra_config, facts)
         startup_checks.require_supported(vllm_config, kv_cache_config)
+        combinations.require_tested(vllm_config)
         config = service.engine_config(vllm_config)
         require_parsed(config, settings, facts)
         self._settings = Settings.parse(config.extra_config, extra_config)
-        self._paged_kv: RBLNPagedKVConnector | None = None
         #: Requests that ended between their lookup and their first step.
         self._dropped_lookups: list[str] = []
         self._recovered_blocks: list[int] = []
         #: Requests until they end; ``None`` for one that LMCache does not see.
         self._views: dict[str, RequestView | None] = {}
         self._unloaded = UnloadedBlocks(vllm_config.cache_config.block_size)
-        self._shutdown_once = threading.Lock()
+        _open.add(self)
         if role == KVConnectorRole.SCHEDULER:
             if self._settings.load_failure_policy == RECOMPUTE:
                 # vLLM reads it from here once the scheduler has its connector.
@@ -121,7 +161,7 @@ class RBLNLMCacheConnectorV1(LMCacheConnectorV1Dynamic):
         manager = self._lmcache_engine._manager
         problems = []
         if not manager.is_healthy():
-            problems.append(manager._init_failed_reason or "LMCache is not healthy")
+            problems.append(startup_checks.exception_of(manager._init_failed_reason))
         engine = manager.lmcache_engine
         if engine is not None and engine.storage_manager is not None:
             sizes = zip(
@@ -134,6 +174,7 @@ class RBLNLMCacheConnectorV1(LMCacheConnectorV1Dynamic):
             )
         if not problems:
             return
+        problems += self._failures
         if self._settings.allow_degraded:
             self._warn_degraded("; ".join(problems))
             return
@@ -142,10 +183,7 @@ class RBLNLMCacheConnectorV1(LMCacheConnectorV1Dynamic):
             '"lmcache_rbln.allow_degraded": true in kv_connector_extra_config to serve '
             "without a cache"
         )
-        # Said first: stopping a half-started LMCache may abort the process (libzmq).
         logger.error("%s", message)
-        # Its threads would keep the process from ending.
-        self.shutdown()
         raise RuntimeError(message)
 
     def _warn_degraded(self, reason: object) -> None:
@@ -170,15 +208,19 @@ class RBLNLMCacheConnectorV1(LMCacheConnectorV1Dynamic):
             ValueError: If LMCache can't serve these tensors.
             RuntimeError: If LMCache's storage can't start.
         """
+        try:
+            self._register(kv_caches)
+        except Exception as error:
+            refusal.leave(error)
+            self.shutdown()
+            raise
+
+    def _register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         if self._paged_kv is not None:
-            try:
-                kv = self._paged_kv.register(list(kv_caches.values()))
-                startup_checks.require_block_size(
-                    kv.block_size, self._vllm_config.cache_config.block_size
-                )
-            except ValueError:
-                self.shutdown()
-                raise
+            kv = self._paged_kv.register(list(kv_caches.values()))
+            startup_checks.require_block_size(
+                kv.block_size, self._vllm_config.cache_config.block_size
+            )
             logger.info(
                 "KV cache on %s: %d layers of %d blocks of %d tokens, %s, %s",
                 kv.device,
@@ -192,17 +234,20 @@ class RBLNLMCacheConnectorV1(LMCacheConnectorV1Dynamic):
         if self._lmcache_engine.kv_caches:
             self._lmcache_engine.kv_caches = kv_caches
             return
-        # vLLM does not shut the connector down if start-up fails behind this, and
-        # LMCache's threads would keep the process from ending. An ordinary atexit
-        # hook runs after waiting for them; this one, as of concurrent.futures, before.
-        threading._register_atexit(self.shutdown)
-        super().register_kv_caches(kv_caches)
+        with service.logged_failures() as self._failures:
+            super().register_kv_caches(kv_caches)
         self._require_healthy()
 
     def shutdown(self) -> None:
         """Stop LMCache; a second call does nothing."""
-        if self._shutdown_once.acquire(blocking=False):
+        if not self._shutdown_once.acquire(blocking=False):
+            return
+        _open.discard(self)
+        # Neither is there where the start was refused.
+        if hasattr(self, "_lmcache_engine"):
             super().shutdown()
+        if self._paged_kv is not None:
+            service.destroy_engine()
 
     def finalize_kv_cache_registration(self) -> None:
         """Confirm the registration once warm-up has run.

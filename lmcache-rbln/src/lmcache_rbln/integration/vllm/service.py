@@ -9,8 +9,10 @@ on without a cache. An engine that exists under the name it looks for is used as
 from __future__ import annotations
 
 # Standard
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+import logging
 
 # Third Party
 from vllm.distributed.parallel_state import get_tp_group
@@ -23,6 +25,7 @@ from lmcache.logging import init_logger
 from lmcache.v1.cache_engine import LMCacheEngine, LMCacheEngineBuilder
 from lmcache.v1.config import LMCacheEngineConfig
 from lmcache.v1.config_base import validate_and_set_config_value
+from lmcache.v1.pin_monitor import PinMonitor
 from lmcache_rbln.paged_kv import RBLNPagedKVConnector, TransferFailedError
 from lmcache_rbln.paged_kv_device import DeviceBlockTransfer
 
@@ -37,6 +40,11 @@ _EXTRA_CONFIG = "lmcache.extra_config"
 #: LMCache's default for MLA under tensor parallelism sends chunks from rank to rank
 #: through device memory, by device indices that RBLN workers do not have.
 SAVE_ONLY_FIRST_RANK = "save_only_first_rank"
+#: Where LMCache says why it could not make a storage backend.
+_BACKEND_LOGGERS = (
+    "lmcache.v1.storage_backend",
+    "lmcache.v1.storage_backend.remote_backend",
+)
 
 
 def engine_config(vllm_config: VllmConfig) -> LMCacheEngineConfig:
@@ -103,6 +111,38 @@ def create_engine(
     )
     _miss_instead_of_raise(engine)
     return paged_kv
+
+
+def destroy_engine() -> None:
+    """End the worker's engine, and the thread that watches its pins."""
+    if LMCacheEngineBuilder.get(ENGINE_NAME) is not None:
+        LMCacheEngineBuilder.destroy(ENGINE_NAME)
+    PinMonitor.DestroyInstance()
+
+
+@contextmanager
+def logged_failures() -> Iterator[list[str]]:
+    """Collect why LMCache could not make its storage backends, which it only logs.
+
+    Yields:
+        One sentence for each, complete at the end.
+    """
+    failures: list[str] = []
+
+    class Collect(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if (text := record.getMessage()).startswith("Failed to "):
+                failures.append(text)
+
+    collect = Collect(logging.WARNING)
+    loggers = [logging.getLogger(name) for name in _BACKEND_LOGGERS]
+    for source in loggers:
+        source.addHandler(collect)
+    try:
+        yield failures
+    finally:
+        for source in loggers:
+            source.removeHandler(collect)
 
 
 def _miss_instead_of_raise(engine: LMCacheEngine) -> None:

@@ -120,6 +120,21 @@ def require_rbln(device_type: str) -> None:
         )
 
 
+def exception_of(formatted: str) -> str:
+    """Return the exception of a formatted traceback, in one line.
+
+    Args:
+        formatted: As ``traceback.format_exception`` makes it; may be empty.
+
+    Returns:
+        What stands behind the last frame.
+    """
+    lines = formatted.rstrip().splitlines()
+    frames = [place for place, line in enumerate(lines) if line.startswith("  ")]
+    last = lines[frames[-1] + 1 :] if frames else lines
+    return " ".join(" ".join(last).split()) or "LMCache is not healthy"
+
+
 def missing_tiers(
     config: LMCacheEngineConfig, backends: Mapping[str, object], chunk_bytes: int
 ) -> list[str]:
@@ -136,11 +151,23 @@ def missing_tiers(
     plugins = list(config.storage_plugins or [])
     remote = [f"RemoteBackend-{name}" for name in config.remote_storage_plugins or []]
     missing = [
-        f"storage backend {name} is configured but could not be created, see the log "
-        "above"
+        f"storage backend {name} is configured but could not be created"
         for name in [*plugins, *remote]
         if name not in backends
     ]
+    missing += [
+        f"{name} has no connection"
+        for name, backend in backends.items()
+        if name.startswith("RemoteBackend")
+        and getattr(backend, "connection", backend) is None
+    ]
+    keeps = [name for name in backends if name != "LocalCPUBackend"]
+    if not keeps and not config.local_cpu and not missing:
+        missing.append(
+            "no storage tier is on, so nothing would ever be kept; set "
+            "LMCACHE_LOCAL_CPU=True and LMCACHE_MAX_LOCAL_CPU_SIZE, or configure "
+            "another tier"
+        )
     cpu_bytes = int(config.max_local_cpu_size * 2**30)
     if "LocalCPUBackend" in backends and cpu_bytes < chunk_bytes:
         missing.append(

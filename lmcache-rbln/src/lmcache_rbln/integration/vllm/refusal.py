@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes the reason of a refused start the last line of the log.
+
+A connector refuses in vLLM's engine or worker process. vLLM's front process says last
+that the engine has failed, under two tracebacks, and never why. So the refusing process
+leaves its reason in a file, and the front process logs it as the last thing that it
+does. The front process is the first to import the connector, when vLLM puts its
+configuration together; the others inherit the file's name.
+"""
+
+# Standard
+from pathlib import Path
+import atexit
+import logging
+import multiprocessing
+import os
+import tempfile
+
+# First Party
+from lmcache.logging import init_logger
+
+logger = init_logger(__name__)
+
+#: Names the file; set by the front process, for itself and those that it starts.
+VARIABLE = "LMCACHE_RBLN_REFUSAL_FILE"
+_PREFIX = "lmcache-rbln-refusal-"
+
+
+def announce_in_front_process() -> None:
+    """Let this process log a refusal when it ends, if it is the front process."""
+    if VARIABLE in os.environ or multiprocessing.parent_process() is not None:
+        return
+    path = Path(tempfile.gettempdir(), f"{_PREFIX}{os.getpid()}")
+    os.environ[VARIABLE] = str(path)
+    atexit.register(_announce, path, os.getpid())
+
+
+def leave(error: Exception) -> None:
+    """Leave the reason of a refusal to the front process; an earlier one stays.
+
+    In the front process itself the error is what its user sees anyway.
+
+    Args:
+        error: What the connector raises.
+    """
+    path = os.environ.get(VARIABLE)
+    if path is None or path.endswith(f"{_PREFIX}{os.getpid()}"):
+        return
+    try:
+        # Not a file that somebody else has put there.
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except OSError:
+        return
+    with open(descriptor, "w") as file:
+        file.write(" ".join(str(error).split()))
+
+
+def _announce(path: Path, pid: int) -> None:
+    if os.getpid() != pid:  # forked, and ended by itself
+        return
+    try:
+        reason = path.read_text()
+        path.unlink()
+    except OSError:
+        return
+    # What other packages still log while the process ends must not follow it.
+    logger.error("LMCache refused to start: %s", reason)
+    logging.disable()

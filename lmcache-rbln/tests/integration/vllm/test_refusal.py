@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reason of a refused start is the last line of the log."""
+
+# Future
+from __future__ import annotations
+
+# Standard
+from pathlib import Path
+import os
+import subprocess
+import sys
+
+# Third Party
+import pytest
+
+# First Party
+from lmcache_rbln.integration.vllm import refusal
+
+#: As vLLM does it: a front process, an engine in a process of its own that is forked or
+#: started anew, and a traceback that does not say why.
+FRONT = """
+import multiprocessing, sys
+from lmcache_rbln.integration.vllm import refusal
+
+def engine(refuses):
+    refusal.announce_in_front_process()
+    if refuses:
+        refusal.leave(ValueError("chunk size\\nis 200"))
+        refusal.leave(ValueError("a later one"))
+
+if __name__ == "__main__":
+    refusal.announce_in_front_process()
+    context = multiprocessing.get_context(sys.argv[1])
+    process = context.Process(target=engine, args=(sys.argv[2] == "refuses",))
+    process.start()
+    process.join()
+    raise RuntimeError("Engine core initialization failed")
+"""
+
+
+def run(tmp_path: Path, method: str, does: str) -> subprocess.CompletedProcess[str]:
+    program = tmp_path / "front.py"
+    program.write_text(FRONT)
+    env = {k: v for k, v in os.environ.items() if k != refusal.VARIABLE}
+    return subprocess.run(
+        [sys.executable, str(program), method, does],
+        env={**env, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_the_front_process_says_it_last(tmp_path: Path, method: str) -> None:
+    done = run(tmp_path, method, "refuses")
+    assert done.returncode == 1
+    last = done.stdout.strip().splitlines()[-1]
+    assert "LMCache refused to start: chunk size is 200" in last
+    assert "a later one" not in done.stdout
+    assert not list(tmp_path.glob("lmcache-rbln-refusal-*"))
+
+
+def test_nothing_is_said_of_other_failures(tmp_path: Path) -> None:
+    done = run(tmp_path, "fork", "starts")
+    assert done.returncode == 1
+    assert "refused to start" not in done.stdout
+
+
+def test_a_refusal_in_the_front_process_is_its_own_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / f"lmcache-rbln-refusal-{os.getpid()}"
+    monkeypatch.setenv(refusal.VARIABLE, str(path))
+    refusal.leave(ValueError("seen by the caller"))
+    assert not path.exists()
+
+
+def test_a_file_of_somebody_else_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "lmcache-rbln-refusal-1"
+    (tmp_path / "theirs").write_text("theirs")
+    path.symlink_to(tmp_path / "theirs")
+    monkeypatch.setenv(refusal.VARIABLE, str(path))
+    refusal.leave(ValueError("mine"))
+    assert path.read_text() == "theirs"

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Campaign: refused starts and stops, of each kind many times.
+
+    python -m tests.campaigns.start_stop --times 50
+    python -m tests.campaigns.start_stop --only rds --times 5
+
+Nothing may abort, hang, take more than ten seconds or leave a socket, a segment or a
+thread. Kinds whose names begin with ``serve`` or ``offline`` start real engines, half a
+minute each; ``--engine-times`` says how often.
+"""
+
+# Standard
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+import argparse
+import functools
+import json
+import signal
+import sys
+import tempfile
+
+# First Party
+from examples.rbln_demo import tiny_models
+from examples.rbln_demo.runtime import Runtime, find_runtime, own_machine
+from tests.campaigns import connector_trials, engine_trials
+from tests.campaigns.connector_trials import ENDS, TIERS, Result, Trial, problems, rds
+from tests.campaigns.engine_trials import Stop
+from tests.e2e.serving import serving_environment
+
+WITHIN_S = 10.0
+
+#: Starts that are refused: environment, extra config, and what the message must name.
+REFUSALS: dict[str, tuple[dict[str, str], dict[str, object], str]] = {
+    "no-seed": ({"PYTHONHASHSEED": ""}, {}, "PYTHONHASHSEED"),
+    "random-seed": ({"PYTHONHASHSEED": "random"}, {}, "PYTHONHASHSEED"),
+    "chunk-200": ({"LMCACHE_CHUNK_SIZE": "200"}, {}, "LMCACHE_CHUNK_SIZE"),
+    "chunk-0": ({"LMCACHE_CHUNK_SIZE": "0"}, {}, "LMCACHE_CHUNK_SIZE"),
+    "chunk-abc": ({"LMCACHE_CHUNK_SIZE": "abc"}, {}, "chunk"),
+    "cpu-five": ({"LMCACHE_MAX_LOCAL_CPU_SIZE": "five"}, {}, "five"),
+    "cpu-negative": ({"LMCACHE_MAX_LOCAL_CPU_SIZE": "-1"}, {}, ""),
+    "cpu-tiny": ({"LMCACHE_MAX_LOCAL_CPU_SIZE": "0.00001"}, {}, "LMCACHE_MAX_LOCAL"),
+    "cpu-huge": ({"LMCACHE_MAX_LOCAL_CPU_SIZE": "1000000"}, {}, ""),
+    "cpu-nothing": ({"LMCACHE_MAX_LOCAL_CPU_SIZE": "0"}, {}, ""),
+    "no-tier": ({"LMCACHE_LOCAL_CPU": "False"}, {}, "no storage tier"),
+    "layerwise": ({"LMCACHE_USE_LAYERWISE": "True"}, {}, "LMCACHE_USE_LAYERWISE"),
+    "blending": ({"LMCACHE_ENABLE_BLENDING": "True"}, {}, "LMCACHE_ENABLE_BLENDING"),
+    "v3": ({"LMCACHE_USE_GPU_CONNECTOR_V3": "True"}, {}, "LMCACHE_USE_GPU_CONNECTOR"),
+    "first-rank": (
+        {"LMCACHE_EXTRA_CONFIG": '{"save_only_first_rank": true}'},
+        {},
+        "save_only_first_rank",
+    ),
+    "extra-config": ({"LMCACHE_EXTRA_CONFIG": "{not json"}, {}, ""),
+    "rds-string": (rds(rds_buffer_size="2048"), {}, "RDSBackend"),
+    "rds-small": (rds(rds_buffer_size=0), {}, "RDSBackend"),
+    "rds-unknown": (rds(rds_bufer_size=64), {}, "RDSBackend"),
+    "rds-policy": (rds(rds_failure_policy="maybe"), {}, "RDSBackend"),
+    "rds-cpu": (rds() | {"LMCACHE_MAX_LOCAL_CPU_SIZE": "0.01"}, {}, "RDSBackend"),
+    "rds-class": (
+        rds(**{"storage_plugin.RDSBackend.class_name": "RDSBackendd"}),
+        {},
+        "RDSBackend",
+    ),
+    "rds-module": (
+        rds(**{"storage_plugin.RDSBackend.module_path": "no.such.module"}),
+        {},
+        "RDSBackend",
+    ),
+    "remote-scheme": ({"LMCACHE_REMOTE_URL": "nonsense://nowhere"}, {}, ""),
+    "disk-nowhere": (
+        {"LMCACHE_LOCAL_DISK": "/proc/no", "LMCACHE_MAX_LOCAL_DISK_SIZE": "1"},
+        {},
+        "",
+    ),
+    "plugin-missing": (
+        {
+            "LMCACHE_REMOTE_STORAGE_PLUGINS": "gone",
+            "LMCACHE_EXTRA_CONFIG": '{"remote_storage_plugin.gone.module_path": "g"}',
+        },
+        {},
+        "gone",
+    ),
+    "setting-unknown": ({}, {"lmcache_rbln.degraded": True}, "allow_degraded"),
+    "setting-value": ({}, {"lmcache_rbln.allow_degraded": "so"}, "allow_degraded"),
+    "policy-value": ({}, {"lmcache_rbln.load_failure_policy": "x"}, "load_failure"),
+    "external-lookup": ({"LMCACHE_EXTERNAL_LOOKUP_CLIENT": "nowhere"}, {}, ""),
+}
+#: Of these, those that a whole engine refuses too.
+SERVED_REFUSALS = ("no-seed", "cpu-five", "rds-string", "rds-small", "rds-cpu")
+#: Of a stop by vLLM; of a start that fails behind the connector.
+CLEAN = (0,)
+REFUSED = (1,)
+
+
+def trials(times: int, only: Sequence[str]) -> list[tuple[Trial, tuple[int, ...], str]]:
+    """Make the trials of a campaign.
+
+    Args:
+        times: How often each is done.
+        only: Words of which one must be in the name; none takes all.
+
+    Returns:
+        Each with the exit statuses that are right and what its log must name.
+    """
+    made: list[tuple[Trial, tuple[int, ...], str]] = []
+    for tier, env in TIERS.items():
+        for end in ENDS:
+            for idle in (False, True):
+                name = f"stop-{tier}-{end}{'-idle' if idle else ''}"
+                made.append((Trial(name, env, {}, end, not idle), CLEAN, ""))
+        made.append(
+            (
+                Trial(f"warm-up-fails-{tier}", env, {}, "engine-ends", True, True),
+                REFUSED,
+                "warm-up failed",
+            )
+        )
+    for name, (env, extra, named) in REFUSALS.items():
+        for end in ("engine-ends", "process-ends"):
+            trial = Trial(f"refused-{name}-{end}", env, dict(extra), end, False)
+            made.append((trial, REFUSED, named))
+    wanted = [m for m in made if not only or any(word in m[0].name for word in only)]
+    return [trial for trial in wanted for _ in range(times)]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the campaign and print one line for each kind."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--times", type=int, default=50, help="trials of each kind")
+    parser.add_argument("--engine-times", type=int, default=1)
+    parser.add_argument("--only", nargs="*", default=(), help="words in the names")
+    parser.add_argument("--folder", type=Path, help="where logs go and stay")
+    options = parser.parse_args(argv)
+    folder = options.folder or Path(tempfile.mkdtemp(prefix="start-stop-"))
+    wrong = 0
+    if chosen := trials(options.times, options.only):
+        wrong += component(folder / "component", chosen)
+    return wrong + engines(folder, options.engine_times, options.only)
+
+
+def engines(folder: Path, times: int, only: Sequence[str]) -> int:
+    """Run trials with real engines; return how many were wrong."""
+    runtime = find_runtime()
+    wrong = 0
+    for name, (run, statuses, last) in engine_kinds(runtime).items():
+        if only and not any(word in name for word in only):
+            continue
+        for time in range(times):
+            result = run(folder / f"{name}-{time}")
+            found = problems(result, statuses, WITHIN_S if last is None else 120.0)
+            lines = result.log.strip().splitlines()
+            if last is not None and last not in lines[-1]:
+                found.append(f"the last line is {lines[-1]!r}, wanted {last!r}")
+            wrong += bool(found)
+            print(
+                f"{name:45s} status {result.status} in {result.seconds:.2f} s "
+                f"{'; '.join(found) or 'ok'}",
+                flush=True,
+            )
+    return wrong
+
+
+Run = Callable[[Path], Result]
+
+
+def engine_kinds(
+    runtime: Runtime,
+) -> dict[str, tuple[Run, tuple[int, ...], str | None]]:
+    """Kinds of trials: what runs, the right statuses, what the last line names."""
+    kinds: dict[str, tuple[Run, tuple[int, ...], str | None]] = {}
+
+    def add(stop: Stop, statuses: tuple[int, ...], last: str | None) -> None:
+        run = functools.partial(engine_trials.serve, runtime, stop=stop)
+        kinds[stop.name] = (run, statuses, last)
+
+    drain = ("--shutdown-timeout", "30")
+    for tier in ("none", "cpu", "rds", "async"):
+        env = TIERS.get(tier, {})
+        for number in (signal.SIGINT, signal.SIGTERM):
+            for args in ((), drain):
+                for busy in (False, True):
+                    words = ["serve", tier, number.name]
+                    words += ["drain"] * bool(args) + ["busy"] * busy
+                    connector = tier != "none"
+                    stop = Stop("-".join(words), env, number, args, busy, connector)
+                    add(stop, CLEAN, None)
+    for name, (env, extra, named) in REFUSALS.items():
+        if not extra and name in SERVED_REFUSALS:
+            add(Stop(f"serve-refused-{name}", env, None), REFUSED, named)
+    for end in ("scope", "interpreter"):
+        for several in ("0", "1"):
+            for tier in ("cpu", "rds"):
+                name = f"offline-{tier}-{end}-{'several' if several == '1' else 'one'}"
+                env = TIERS[tier] | {"VLLM_ENABLE_V1_MULTIPROCESSING": several}
+                run = functools.partial(
+                    engine_trials.offline, runtime, name=name, end=end, more=env
+                )
+                kinds[name] = (run, CLEAN, None)
+    return kinds
+
+
+def component(
+    folder: Path, chosen: Sequence[tuple[Trial, tuple[int, ...], str]]
+) -> int:
+    """Run trials without a model; return how many were wrong."""
+    wrong = 0
+    seen: Counter[str] = Counter()
+    slowest: dict[str, float] = {}
+    faults: Counter[str] = Counter()
+    results = run_component(folder, [c[0] for c in chosen])
+    for (trial, statuses, named), result in zip(chosen, results, strict=True):
+        found = problems(result, statuses, WITHIN_S)
+        if named and named not in result.log:
+            found.append(f"{named!r} is not named in the log")
+        seen[trial.name] += 1
+        slowest[trial.name] = max(slowest.get(trial.name, 0.0), result.seconds)
+        wrong += bool(found)
+        for fault in found:
+            faults[f"{trial.name}: {fault}"] += 1
+    for name, count in seen.items():
+        print(f"{name:45s} {count:4d} times, slowest {slowest[name]:5.2f} s")
+    for text, count in sorted(faults.items()):
+        print(f"WRONG {count:3d} times: {text}")
+    print(
+        json.dumps({"trials": sum(seen.values()), "wrong": wrong, "logs": str(folder)})
+    )
+    return wrong
+
+
+def run_component(folder: Path, chosen: Sequence[Trial]) -> Iterator[Result]:
+    """Run trials without a model, in an environment of their own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    env = serving_environment(find_runtime(), folder / "cache", None)
+    env |= own_machine(folder, devices=2) | {
+        "PYTHONHASHSEED": "0",
+        "LMCACHE_LOCAL_CPU": "True",
+        "LMCACHE_MAX_LOCAL_CPU_SIZE": "0.01",
+        "LMCACHE_CHUNK_SIZE": "256",
+        "RBLN_SIM_MEMORY_GIB": "8",
+        "OMP_NUM_THREADS": "1",
+    }
+    size = tiny_models.Size(max_positions=4096)
+    for model in sorted({trial.model for trial in chosen}):
+        tiny_models.make(model, folder / "models", size)
+    return connector_trials.run(folder, chosen, env, folder / "models")
+
+
+if __name__ == "__main__":
+    sys.exit(bool(main()))
