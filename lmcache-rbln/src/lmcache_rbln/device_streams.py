@@ -28,7 +28,7 @@ logger = init_logger(__name__)
 #: Streams of a device at most. torch-rbln has few and hands them out again and again,
 #: so those of others must not come round.
 MOST_STREAMS = 8
-#: Waits for a stream that fails, of which each may tell of one more old failure.
+#: Waits for a stream that fails until it is given up.
 _MOST_WAITS = 8
 
 
@@ -46,7 +46,7 @@ class DeviceStreams:
 
     def __init__(self, device: torch.device, most: int = MOST_STREAMS) -> None:
         self._device = device
-        self._idle: list[Any] = []
+        self._idle: list[_OwnStream] = []
         self._to_make = most
         self._usable = most
         self._returned = threading.Condition()
@@ -64,34 +64,34 @@ class DeviceStreams:
             RuntimeError: A copy failed; none is under way any more.
             InFlightError: Not even that is known.
         """
-        stream = self._take()
+        own = self._take()
         drained = False
         try:
             try:
                 if ordered:
-                    stream.wait_stream(torch.rbln.current_stream(self._device))
-                with torch.rbln.stream(stream):
+                    own.stream.wait_stream(torch.rbln.current_stream(self._device))
+                with torch.rbln.stream(own.stream):
                     yield
             except BaseException:
-                _drain(stream)
+                own.drain()
                 drained = True
                 raise
-            failure = _drain(stream)
+            failure = own.drain()
             drained = True
             if failure is not None:
                 raise failure
         finally:
-            self._give_back(stream, drained)
+            self._give_back(own, drained)
 
-    def _take(self) -> Any:
+    def _take(self) -> _OwnStream:
         with self._returned:
             while True:
                 if self._idle:
                     return self._idle.pop()
                 if self._to_make:
-                    stream = torch.rbln.Stream(device=self._device)
+                    made = _OwnStream(self._device)
                     self._to_make -= 1
-                    return stream
+                    return made
                 if not self._usable:
                     raise RuntimeError(
                         f"no stream of {self._device} is left that ends its copies; "
@@ -99,10 +99,10 @@ class DeviceStreams:
                     )
                 self._returned.wait()
 
-    def _give_back(self, stream: Any, drained: bool) -> None:
+    def _give_back(self, own: _OwnStream, drained: bool) -> None:
         with self._returned:
             if drained:
-                self._idle.append(stream)
+                self._idle.append(own)
             else:
                 self._usable -= 1
                 logger.error(
@@ -124,22 +124,39 @@ def streams_of(device: torch.device) -> DeviceStreams:
     return DeviceStreams(device)
 
 
-def _drain(stream: Any) -> RuntimeError | None:
-    """Wait until nothing is under way on a stream.
+class _OwnStream:
+    """A stream that is idle, and owes no report of a failure, between transfers."""
 
-    Returns:
-        The first failure on the way, if there was one.
+    # Callers may be in it or not, and what is made in it can be written nowhere else.
+    @torch.inference_mode()
+    def __init__(self, device: torch.device) -> None:
+        self.stream: Any = torch.rbln.Stream(device=device)
+        self._probe = torch.empty(2, dtype=torch.uint8, device=device)
+        torch.rbln.bind_device_memory(self._probe)
 
-    Raises:
-        InFlightError: It cannot be told.
-    """
-    first: RuntimeError | None = None
-    for _ in range(_MOST_WAITS):
-        try:
-            # A wait that succeeds is the only proof. One that fails may have ended
-            # early, and leaves old failures for the next user of the stream.
-            stream.synchronize()
-            return first
-        except RuntimeError as error:
-            first = first or error
-    raise InFlightError(f"copies on {stream} may be under way still: {first}") from first
+    @torch.inference_mode()
+    def drain(self) -> RuntimeError | None:
+        """Wait until nothing is under way.
+
+        Returns:
+            The first failure on the way, if there was one.
+
+        Raises:
+            InFlightError: It cannot be told.
+        """
+        first: RuntimeError | None = None
+        for _ in range(_MOST_WAITS):
+            try:
+                if first is not None:
+                    # A failure is told again and again until something new is queued.
+                    with torch.rbln.stream(self.stream):
+                        self._probe[:1].copy_(self._probe[1:], non_blocking=True)
+                # A wait that succeeds is the only proof: one that fails may have
+                # ended early.
+                self.stream.synchronize()
+                return first
+            except RuntimeError as error:
+                first = first or error
+        raise InFlightError(
+            f"copies on {self.stream} may be under way still: {first}"
+        ) from first
