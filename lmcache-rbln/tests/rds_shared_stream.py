@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transfers of several threads over one caller's stream, while copies fail.
 
-Usage: ``rds_shared_stream.py THREADS TRANSFERS``, in an environment whose
+Usage: ``rds_shared_stream.py THREADS TRANSFERS COPIES``, in an environment whose
 ``RBLN_SIM_FAULTS`` make copies fail. Another thread records and waits for events on the
 callers' stream all the time, so that it is told of a failure before anybody else could
-be. A transfer is one copy. Prints a JSON object:
+be. A transfer moves so many single blocks. Prints a JSON object:
 
 transfers, raised
     Transfers, and those of them that raised an error.
 silent
     Transfers that raised none and moved other bytes.
+spurious
+    Transfers that raised an error and moved the right bytes.
 bystander
     Errors that the thread on the callers' stream was told of.
 free, slots
@@ -19,6 +21,7 @@ free, slots
 # Standard
 from collections import Counter
 import json
+import random
 import sys
 import threading
 
@@ -33,57 +36,62 @@ from lmcache_rbln.storage_plugin.rds_device import RDSDevice
 from lmcache_rbln.storage_plugin.rds_staging import StagingAllocator
 
 DEVICE = "rbln:0"
-BLOCKS_PER_THREAD = 4
 
 
-def run(threads: int, transfers: int) -> dict[str, int]:
+def run(threads: int, transfers: int, copies: int) -> dict[str, int]:
     """Run transfers in threads; see the module."""
     case = Case(
         "blocks_first",
         num_layers=1,
-        num_blocks=BLOCKS_PER_THREAD * threads,
+        num_blocks=2 * copies * threads,
         block_size=4,
     )
     host = random_bits(case.layer_shape, case.dtype, 0)
     layer = upload(host, DEVICE)
     kv = PagedKV.of([layer])
-    block_bytes = host[0].numel() * host.dtype.itemsize
+    chunk_bytes = copies * host[0].numel() * host.dtype.itemsize
     device = RDSDevice(torch.device(DEVICE), numa_node=0)
-    allocator = StagingAllocator(device, 1 << 20, block_bytes)
+    allocator = StagingAllocator(device, 1 << 20, chunk_bytes)
     transfer = DeviceBlockTransfer()
     shared = torch.rbln.Stream(device=DEVICE)
-    counts: Counter[str] = Counter(transfers=0, raised=0, silent=0, bystander=0)
+    counts = Counter(transfers=0, raised=0, silent=0, spurious=0, bystander=0)
     lock = threading.Lock()
     over = threading.Event()
 
     def work(thread: int) -> None:
         mine: Counter[str] = Counter()
-        blocks = range(BLOCKS_PER_THREAD * thread, BLOCKS_PER_THREAD * (thread + 1))
-        twin = {block: host[block] for block in blocks}
-        for number in range(transfers // threads // 2):
-            source = blocks[number % BLOCKS_PER_THREAD]
-            target = blocks[(number * 3 + 1) % BLOCKS_PER_THREAD]
+        chance = random.Random(thread)
+        first = 2 * copies * thread
+        blocks = range(first, first + 2 * copies)
+        twin = host.clone()
+        for _ in range(transfers // threads // 2):
+            # Descending: no two neighbours go in one copy.
+            ids = sorted(chance.sample(blocks, 2 * copies), reverse=True)
+            halves = ids[::2], ids[1::2]
+            source, target = chance.sample(halves, 2)
             obj = allocator.allocate(torch.Size([2, 1, 4, 4]), case.dtype)
             assert obj is not None
-            steps = (
-                (transfer.gather, source, obj.slot.payload[:block_bytes]),
-                (transfer.scatter, target, layer[target]),
-            )
-            for move, block, moved in steps:
-                mine["transfers"] += 1
+            held = obj.slot.payload[:chunk_bytes]
+            held.zero_()
+            want = bits(twin[source])
+            for move, where in ((transfer.gather, source), (transfer.scatter, target)):
+                failed = False
                 try:
                     with torch.rbln.stream(shared):
-                        move(kv, [ChunkBlocks(obj, 4, [block], 0)])
+                        move(kv, [ChunkBlocks(obj, 4 * copies, where, 0)])
                 except RuntimeError:
-                    mine["raised"] += 1
-                    if move == transfer.scatter:
-                        twin[target] = layer[target].cpu()  # anything by now
+                    failed = True
+                gathered = move == transfer.gather
+                now = layer.cpu()
+                right = torch.equal(held.cpu() if gathered else bits(now[where]), want)
+                mine["transfers"] += 1
+                mine["raised"] += failed
+                mine["silent"] += not failed and not right
+                mine["spurious"] += failed and right
+                if not gathered:
+                    twin[where] = now[where]
+                if failed:
                     break
-                bits = moved.cpu().view(torch.uint8).flatten()
-                if not torch.equal(bits, twin[source].view(torch.uint8).flatten()):
-                    mine["silent"] += 1
-                if move == transfer.scatter:
-                    twin[target] = twin[source]
             obj.ref_count_down()
         with lock:
             counts.update(mine)
@@ -110,5 +118,10 @@ def run(threads: int, transfers: int) -> dict[str, int]:
     return {**counts, "free": allocator.free_slots, "slots": allocator.num_slots}
 
 
+def bits(blocks: torch.Tensor) -> torch.Tensor:
+    """The bytes of blocks on the host."""
+    return blocks.contiguous().view(torch.uint8).flatten()
+
+
 if __name__ == "__main__":
-    print(json.dumps(run(int(sys.argv[1]), int(sys.argv[2]))))
+    print(json.dumps(run(*map(int, sys.argv[1:]))))

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 # First Party
+from lmcache_rbln import device_streams, paged_kv_device
+from lmcache_rbln.device_streams import DeviceStreams, InFlightError
 from lmcache_rbln.paged_kv import ChunkBlocks, PagedKV
 from lmcache_rbln.paged_kv_device import DeviceBlockTransfer
 from lmcache_rbln.storage_plugin.rds_device import RDSDevice
@@ -158,3 +160,27 @@ def test_what_does_not_fit_is_refused_before_a_byte_moves(
     with pytest.raises(ValueError, match="laid out as rbln-blocks-first"):
         transfer.scatter(Cache("mla").kv, [good])
     cache.check()
+
+
+@pytest.mark.parametrize("move", ["gather", "scatter"])
+def test_memory_with_copies_under_way_is_not_used_again(
+    allocator: StagingAllocator, monkeypatch: pytest.MonkeyPatch, move: str
+) -> None:
+    cache = Cache("blocks_first")
+    chunk = staged(allocator, cache, [1, 2])
+    transfer = DeviceBlockTransfer()
+    transfer.gather(cache.kv, [chunk])
+    streams = DeviceStreams(torch.device(DEVICE))
+
+    def drain(self: Any) -> None:
+        raise InFlightError("planted")
+
+    with monkeypatch.context() as planted:
+        planted.setattr(paged_kv_device, "streams_of", lambda device: streams)
+        planted.setattr(device_streams._OwnStream, "drain", drain)
+        with pytest.raises(InFlightError):
+            getattr(transfer, move)(cache.kv, [chunk])
+    free = allocator.free_slots
+    chunk.memory_obj.ref_count_down()
+    assert allocator.free_slots == free
+    assert allocator.memcheck()

@@ -43,9 +43,9 @@ _LAYOUTS = {
 class DeviceBlockTransfer:
     """Gathers into and scatters from device staging memory.
 
-    Both are behind all that the caller has queued on its current stream, and complete on
-    return: nothing of them is left that could fail later, in whose eyes ever. Any number
-    of threads may call.
+    Both come behind all that the caller has queued on its current stream, and are
+    complete on return: nothing is left that could fail later and be told to somebody
+    else. Any number of threads may call.
     """
 
     @torch.inference_mode()  # as LMCache calls it; views cost half of the time then

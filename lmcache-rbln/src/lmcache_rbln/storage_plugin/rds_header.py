@@ -25,7 +25,9 @@ NO_CHECKSUM = bytes(DIGEST_BYTES)
 
 # magic, version, dtype, number of dimensions, checksum kind, block size, payload bytes,
 # key digest, payload checksum, layout name, shape
-_FIELDS = struct.Struct(f"<8sHHHHQQ{DIGEST_BYTES}s{DIGEST_BYTES}s{LAYOUT_BYTES}s{MAX_DIMS}Q")
+_FIELDS = struct.Struct(
+    f"<8sHHHHQQ{DIGEST_BYTES}s{DIGEST_BYTES}s{LAYOUT_BYTES}s{MAX_DIMS}Q"
+)
 _SEAL = struct.Struct("<Q")
 _SEAL_AT = HEADER_BYTES - _SEAL.size
 

@@ -92,12 +92,11 @@ class ChunkTransfer:
                     transfers.write(item.region, HEADER_BYTES, item.obj.slot.payload)
                 # While the NVMe is busy with the payloads.
                 headers = [self._header_of(item) for item in batch]
-            with _reuse_only_if_idle(item.obj for item in batch):
-                with self._streams.transfer():
-                    for item, header in zip(batch, headers, strict=True):
-                        data = bytearray(header.encode())
-                        source = torch.frombuffer(data, dtype=torch.uint8)
-                        item.obj.slot.header.copy_(source)
+            objs = [item.obj for item in batch]
+            with _reuse_only_if_idle(objs), self._streams.transfer():
+                for obj, header in zip(objs, headers, strict=True):
+                    data = bytearray(header.encode())
+                    obj.slot.header.copy_(torch.frombuffer(data, dtype=torch.uint8))
             with self._device.batch() as transfers:
                 for item in batch:
                     transfers.write(item.region, 0, item.obj.slot.header)
@@ -167,10 +166,11 @@ class ChunkTransfer:
         with _reuse_only_if_idle([obj]), self._streams.transfer():
             header = obj.slot.header.cpu()
         why = mismatch(header.numpy().tobytes(), wanted)
-        if why is None and wanted.checksum_kind == "full":
-            if self._digest(obj, wanted.payload_bytes) != wanted.checksum:
-                return "the checksum of its payload is wrong"
-        return why
+        if why is not None or wanted.checksum_kind != "full":
+            return why
+        if self._digest(obj, wanted.payload_bytes) != wanted.checksum:
+            return "the checksum of its payload is wrong"
+        return None
 
     def _digest(self, obj: StagedMemoryObj, nbytes: int) -> bytes:
         with _reuse_only_if_idle([obj]):
