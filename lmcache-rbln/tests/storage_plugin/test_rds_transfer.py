@@ -19,8 +19,10 @@ from rds_support import (
 )
 import pytest
 import torch
+import xxhash
 
 # First Party
+from lmcache_rbln.storage_plugin import rds_transfer
 from lmcache_rbln.storage_plugin.rds_header import ChunkHeader
 
 pytestmark = pytest.mark.npu
@@ -70,6 +72,81 @@ def test_a_sound_header_that_says_anything_else_is_a_miss(
     assert one.load(0) == [False]
     assert one.metric("rejected_chunks") == rejected + 1
     assert one.holds(0) == [False]
+    one.assert_idle()
+
+
+HOSTILE: dict[str, tuple[int, bytes]] = {
+    "layout that is no text": (64, b"\xff\xfe\x80" * 10 + b"\xff\xff"),
+    "layout that is empty": (64, bytes(32)),
+    "dimensions": (12, b"\xff\xff"),
+    "type": (10, b"\xff\xff"),
+    "length": (24, b"\xff" * 8),
+    "reserved byte": (4087, b"\x01"),
+}
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_hostile_header_costs_its_chunk_alone(
+    engine: MakeEngine, name: str, place: int
+) -> None:
+    """Its seal fits: somebody made it so."""
+    one = engine()
+    one.store(0, 1, 2)
+    rejected = one.metric("rejected_chunks")
+    at, value = HOSTILE[name]
+
+    def change(data: bytearray) -> None:
+        data[at : at + len(value)] = value
+        data[4088:4096] = xxhash.xxh3_64_digest(data[:4088])[::-1]
+
+    damage(one, place, change)
+    came = [number != place for number in range(3)]
+    assert one.load(0, 1, 2) == came
+    assert one.metric("rejected_chunks") == rejected + 1
+    assert one.holds(0, 1, 2) == came
+    one.assert_idle()
+
+
+def test_whatever_verification_raises_is_a_miss_of_that_chunk(
+    engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = engine()
+    one.store(0, 1, 2)
+    failures = one.metric("read_failures")
+    wanted = one.backend._index._entries[key_of(1)].header
+    compare = rds_transfer.mismatch
+
+    def broken(data: bytes, header: ChunkHeader) -> str | None:
+        if header is wanted:
+            raise ArithmeticError("planted")
+        return compare(data, header)
+
+    monkeypatch.setattr(rds_transfer, "mismatch", broken)
+    assert one.load(0, 1, 2) == [True, False, True]
+    assert one.metric("read_failures") == failures + 1
+    assert one.holds(0, 1, 2) == [True, False, True]
+    one.assert_idle()
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("read", [1, 2, 3, 6])
+def test_a_read_that_fails_costs_its_chunk_alone(
+    engine: MakeEngine, storage: Storage, read: int
+) -> None:
+    """Chunks are read in groups, of which it is only told that one failed."""
+    storage.use(faults=f"eio:read:{read}")
+    one = engine()
+    one.store(0, 1, 2)
+    failures = one.metric("read_failures")
+    assert one.load(0, 1, 2) == [True] * 3  # read once more, each alone
+    assert one.metric("read_failures") == failures
+    path, start = one.backend._index._entries[key_of(2)].region.chunk.sim_location
+    os.truncate(path, start + 4096)  # it cannot be read, however often
+    assert one.load(0, 1, 2) == [True, True, False]
+    assert one.metric("read_failures") == failures + 1
+    assert one.holds(0, 1, 2) == [True, True, False]
     one.assert_idle()
 
 
