@@ -19,6 +19,7 @@ lost
 
 # Standard
 from collections import Counter
+from typing import Any
 import json
 import logging
 import sys
@@ -33,6 +34,7 @@ from lmcache_rbln.storage_plugin.rds_backend import RDSBackend
 from lmcache_rbln.storage_plugin.rds_staging import StagedMemoryObj
 
 DEVICE = "rbln:0"
+rbln: Any = torch.rbln  # type: ignore[attr-defined]
 
 
 def run(threads: int, rounds: int) -> dict[str, int]:
@@ -63,7 +65,7 @@ def run(threads: int, rounds: int) -> dict[str, int]:
         mine: Counter[str] = Counter()
         key = key_of(thread)
         # Not the default stream: that is the bystander's.
-        with torch.rbln.stream(torch.rbln.Stream(device=device)):
+        with rbln.stream(rbln.Stream(device=device)):
             for _ in range(rounds):
                 obj = backend.allocate(
                     one.metadata.get_shapes(), one.metadata.get_dtypes()
@@ -87,8 +89,8 @@ def run(threads: int, rounds: int) -> dict[str, int]:
     def stand_by() -> None:
         while not over.is_set():
             try:
-                event = torch.rbln.Event()
-                event.record(torch.rbln.default_stream(device))
+                event = rbln.Event()
+                event.record(rbln.default_stream(device))
                 event.synchronize()
             except RuntimeError:
                 counts["bystander"] += 1

@@ -20,6 +20,7 @@ free, slots
 
 # Standard
 from collections import Counter
+from typing import Any
 import json
 import random
 import sys
@@ -36,6 +37,7 @@ from lmcache_rbln.storage_plugin.rds_device import RDSDevice
 from lmcache_rbln.storage_plugin.rds_staging import StagingAllocator
 
 DEVICE = "rbln:0"
+rbln: Any = torch.rbln  # type: ignore[attr-defined]
 
 
 def run(threads: int, transfers: int, copies: int) -> dict[str, int]:
@@ -53,7 +55,7 @@ def run(threads: int, transfers: int, copies: int) -> dict[str, int]:
     device = RDSDevice(torch.device(DEVICE), numa_node=0)
     allocator = StagingAllocator(device, 1 << 20, chunk_bytes)
     transfer = DeviceBlockTransfer()
-    shared = torch.rbln.Stream(device=DEVICE)
+    shared = rbln.Stream(device=DEVICE)
     counts = Counter(transfers=0, raised=0, silent=0, spurious=0, bystander=0)
     lock = threading.Lock()
     over = threading.Event()
@@ -77,7 +79,7 @@ def run(threads: int, transfers: int, copies: int) -> dict[str, int]:
             for move, where in ((transfer.gather, source), (transfer.scatter, target)):
                 failed = False
                 try:
-                    with torch.rbln.stream(shared):
+                    with rbln.stream(shared):
                         move(kv, [ChunkBlocks(obj, 4 * copies, where, 0)])
                 except RuntimeError:
                     failed = True
@@ -99,7 +101,7 @@ def run(threads: int, transfers: int, copies: int) -> dict[str, int]:
     def stand_by() -> None:
         while not over.is_set():
             try:
-                event = torch.rbln.Event()
+                event = rbln.Event()
                 event.record(shared)
                 event.synchronize()
             except RuntimeError:

@@ -146,7 +146,8 @@ def test_many_threads_share_few_streams() -> None:
     def copy(number: int) -> None:
         for _ in range(20):
             with streams.transfer():
-                used.add(torch.rbln.current_stream(DEVICE).stream_id)
+                stream = torch.rbln.current_stream(DEVICE)  # type: ignore[attr-defined]
+                used.add(stream.stream_id)
                 tensors[number].fill_(number)
 
     threads = [threading.Thread(target=copy, args=(n,)) for n in range(12)]

@@ -142,6 +142,106 @@ def test_asynchronous_loading(engine: MakeEngine) -> None:
     assert one.backend.get_non_blocking(key_of(2)) is None
 
 
+def test_asynchronous_loading_leaves_no_pin(engine: MakeEngine) -> None:
+    one = engine({"rds_max_chunks": 2})
+    one.store(0, 1)
+    keys = [key_of(0), key_of(1)]
+
+    async def load(found: int) -> list[Any]:
+        assert await one.backend.batched_async_contains("id", keys, True) == found
+        return await one.backend.batched_get_non_blocking("id", keys[:found])
+
+    for obj in asyncio.run(load(2)):
+        obj.ref_count_down()
+    one.store(2, 3)  # nothing keeps the others
+    assert one.holds(0, 1, 2, 3) == [False, False, True, True]
+    assert asyncio.run(load(0)) == []
+    assert not one.backend._prefetched
+    one.backend.close()
+    assert asyncio.run(load(0)) == []
+
+
+def test_close_gives_back_what_is_pinned_or_written_late(
+    engine: MakeEngine, storage: Storage
+) -> None:
+    storage.use(chunks=3)
+    one = engine({"rds_max_chunks": 3})
+    one.store(0, 1)
+    one.backend.pin(key_of(0))
+    [entry] = one.backend._index.begin_reads([key_of(1)])
+    gate, begun = threading.Event(), threading.Event()
+    write = one.backend._writer._transfer.write
+
+    def slow(batch: Any) -> Any:
+        begun.set()
+        gate.wait(60)
+        return write(batch)
+
+    one.backend._writer._transfer.write = slow
+    one.submit(2)
+    assert begun.wait(60)
+    one.backend._writer.close(0)  # it has not ended in time
+    one.backend.close()
+    gate.set()
+    one.backend._writer._thread.shutdown(wait=True)
+    one.backend._index.end_read(entry)
+    assert one.holds(0, 1, 2) == [False] * 3
+    one.assert_idle()
+    other = engine({"rds_max_chunks": 3})
+    other.store(5, 6, 7)  # all of the NVMe is free
+    assert other.holds(5, 6, 7) == [True] * 3
+
+
+def test_close_while_threads_store_and_restore(engine: MakeEngine) -> None:
+    one = engine({"rds_max_chunks": 6})
+    backend = one.backend
+    closed = threading.Event()
+    problems: list[str] = []
+    rounds: list[int] = []
+    before = one.metric("read_chunks")
+
+    def work(first: int) -> None:
+        mine = 0
+        try:
+            for after in itertools.count():
+                numbers = [first + after % 3, first + after % 3 + 1]
+                keys = [key_of(number) for number in numbers]
+                objs = backend.batched_allocate(
+                    one.metadata.get_shapes(), one.metadata.get_dtypes(), 2
+                )
+                if objs is not None:
+                    backend.batched_submit_put_task(keys, objs)
+                    for obj in objs:
+                        obj.ref_count_down()
+                found = backend.batched_contains(keys, pin=True)
+                for obj in backend.batched_get_blocking(keys):
+                    if obj is not None:
+                        obj.ref_count_down()
+                for key in keys[:found]:
+                    backend.unpin(key)
+                mine += 1
+                if closed.is_set():
+                    break
+        except BaseException as error:
+            problems.append(repr(error))
+        rounds.append(mine)
+
+    threads = [threading.Thread(target=work, args=(10 * n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    while one.metric("read_chunks") < before + 8 and not problems:
+        threading.Event().wait(0.01)
+    backend.close()
+    closed.set()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert not problems
+    assert len(rounds) == 4 and min(rounds) > 0
+    backend._writer._thread.shutdown(wait=True)
+    one.assert_idle()
+    assert backend._regions.held_bytes == 0
+
+
 def test_close_gives_everything_back(engine: MakeEngine, storage: Storage) -> None:
     storage.use(chunks=4)
     one = engine({"rds_max_chunks": 4})

@@ -75,7 +75,6 @@ def sealed(body: bytes | bytearray) -> bytes:
 def test_only_the_header_itself_matches() -> None:
     data = HEADER.encode()
     assert mismatch(data, HEADER) is None
-    assert mismatch(bytearray(data), HEADER) is None
 
 
 @pytest.mark.parametrize("seal", [False, True], ids=["as it is", "sealed again"])

@@ -116,6 +116,8 @@ class RDSBackend(AllocatorBackendInterface):
         self._lock = threading.Lock()
         self._closed = False
         self._cut_lookups = False
+        # Pinned keys of asynchronous lookups; of the event loop's thread alone.
+        self._prefetched: dict[str, list[CacheEngineKey]] = {}
         if self.settings.checksum == "header":
             logger.warning(
                 "rds_checksum=header: bit errors in a chunk's payload are not found"
@@ -292,8 +294,15 @@ class RDSBackend(AllocatorBackendInterface):
     async def batched_async_contains(
         self, lookup_id: str, keys: list[CacheEngineKey], pin: bool = False
     ) -> int:
-        """Count how many keys in a row are stored; in memory, so it never blocks."""
-        return self.batched_contains(keys, pin)
+        """Count how many keys in a row are stored; in memory, so it never blocks.
+
+        What ``pin`` keeps is let go when the lookup's chunks have been restored:
+        LMCache takes no pin off an asynchronous lookup.
+        """
+        found = self.batched_contains(keys, pin)
+        if pin and found:
+            self._prefetched[lookup_id] = keys[:found]
+        return found
 
     def pin(self, key: CacheEngineKey) -> bool:
         """Keep a key from eviction."""
@@ -363,7 +372,13 @@ class RDSBackend(AllocatorBackendInterface):
             The chunks before the first that could not be restored.
         """
         loop = asyncio.get_running_loop()
-        objs = await loop.run_in_executor(self._threads, self._reader.load, keys)
+        try:
+            objs = await loop.run_in_executor(self._threads, self._reader.load, keys)
+        except RuntimeError:  # closed
+            objs = []
+        finally:
+            for key in self._prefetched.pop(lookup_id, ()):
+                self._index.unpin(key)
         prefix = list(itertools.takewhile(lambda obj: obj is not None, objs))
         for obj in objs[len(prefix) :]:
             if obj is not None:

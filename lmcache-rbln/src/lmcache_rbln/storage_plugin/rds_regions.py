@@ -83,7 +83,7 @@ class RegionPool:
             if not self._closed:
                 self._free.append(region)
                 return
-        self._device.release(region)
+        self.discard(region)
 
     def discard(self, region: Region) -> None:
         """Give a region's space back, after a failure or when the NVMe is full."""
@@ -97,4 +97,4 @@ class RegionPool:
             self._closed = True
             free, self._free = self._free, []
         for region in free:
-            self._device.release(region)
+            self.discard(region)

@@ -1,21 +1,81 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of the RDS backend: the ``rds_*`` keys of LMCache's extra config."""
+"""Settings of the RDS backend: the ``rds_*`` keys of LMCache's extra config.
+
+:class:`RDSSettings` is the table of them, :data:`SETTINGS` the same by key. Nothing
+here needs torch or LMCache.
+"""
 
 # Standard
-from collections.abc import Mapping
-from dataclasses import dataclass
-import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
+import difflib
 
 PREFIX = "rds_"
-FAILURE_POLICIES = ("ignore", "raise")
-WRITE_MODES = ("auto", "overlapped", "synchronous")
-CHECKSUMS = ("full", "header")
 _MIB = 1 << 20
+_ONLINE_NODES = Path("/sys/devices/system/node/online")
 
 
 class RDSSettingsError(ValueError):
     """A setting that cannot be used; the message names it."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What one key may be.
+
+    Attributes:
+        default: Its value where it is not given; its type is that of all values. A
+            whole number is a ``float`` too.
+        least: Smallest number.
+        most: Largest number.
+        unit: Unit of the number.
+        words: All words that may be given, where it is no number.
+        present: Returns the numbers that this machine has, where that is less than the
+            range.
+    """
+
+    default: int | float | str
+    least: float = 0
+    most: float = 0
+    unit: str = ""
+    words: tuple[str, ...] = ()
+    present: Callable[[], list[int]] | None = None
+
+    def wanted(self, value: Any) -> str:
+        """Return what a value must be instead, or an empty text if it may be so."""
+        if self.words:
+            return "" if value in self.words else "one of " + ", ".join(self.words)
+        kinds = (int, float) if isinstance(self.default, float) else (int,)
+        unit = f" {self.unit}" if self.unit else ""
+        if isinstance(value, bool) or not isinstance(value, kinds):
+            return f"a number of{unit}" if float in kinds else "a whole number"
+        if not self.least <= value <= self.most:
+            return f"from {self.least:.12g} to {self.most:.12g}{unit}"
+        if self.present is not None and value not in (there := self.present()):
+            return "one that this machine has: " + ", ".join(map(str, there))
+        return ""
+
+
+def numa_nodes() -> list[int]:
+    """Return the NUMA nodes of this machine; node 0 alone if it tells of none."""
+    try:
+        parts = _ONLINE_NODES.read_text(encoding="ascii").strip().split(",")
+        ranges = [[int(end) for end in part.split("-")] for part in parts]
+    except (OSError, ValueError):
+        return [0]
+    return [node for ends in ranges for node in range(ends[0], ends[-1] + 1)]
+
+
+def _number(default: float, least: float, most: float, unit: str = "") -> Any:
+    setting = Setting(default, least, most, unit)
+    return field(default=default, metadata={"setting": setting})
+
+
+def _word(default: str, *others: str) -> Any:
+    setting = Setting(default, words=(default, *others))
+    return field(default=default, metadata={"setting": setting})
 
 
 @dataclass(frozen=True)
@@ -34,14 +94,16 @@ class RDSSettings:
         numa_node: NUMA node of the storage threads.
     """
 
-    buffer_size: int = 2048
-    failure_policy: str = "ignore"
-    max_chunks: int = 0
-    capacity: int = 0
-    write_mode: str = "auto"
-    checksum: str = "full"
-    wait_timeout: float = 5.0
-    numa_node: int = 0
+    buffer_size: int = _number(2048, 1, 1 << 20, "MiB")
+    failure_policy: str = _word("ignore", "raise")
+    max_chunks: int = _number(0, 0, 1 << 32)
+    capacity: int = _number(0, 0, 1 << 32, "MiB")
+    write_mode: str = _word("auto", "overlapped", "synchronous")
+    checksum: str = _word("full", "header")
+    wait_timeout: float = _number(5.0, 0, 9, "seconds")
+    numa_node: int = field(
+        default=0, metadata={"setting": Setting(0, 0, 1023, present=numa_nodes)}
+    )
 
     @property
     def buffer_bytes(self) -> int:
@@ -64,20 +126,10 @@ class RDSSettings:
         return self.write_mode == "overlapped"
 
 
-# Key without prefix -> what it must be: a range of numbers, or a choice of words.
-_INTEGERS = {
-    "buffer_size": (1, 1 << 20),
-    "max_chunks": (0, 1 << 32),
-    "capacity": (0, 1 << 32),
-    "numa_node": (0, 1023),
+#: What each key may be.
+SETTINGS: Mapping[str, Setting] = {
+    PREFIX + entry.name: entry.metadata["setting"] for entry in fields(RDSSettings)
 }
-_SECONDS = {"wait_timeout": (0.0, 9.0)}
-_WORDS = {
-    "failure_policy": FAILURE_POLICIES,
-    "write_mode": WRITE_MODES,
-    "checksum": CHECKSUMS,
-}
-_KNOWN = (*_INTEGERS, *_SECONDS, *_WORDS)
 
 
 def read_settings(extra_config: Mapping[str, Any] | None) -> RDSSettings:
@@ -97,42 +149,15 @@ def read_settings(extra_config: Mapping[str, Any] | None) -> RDSSettings:
     for key, value in (extra_config or {}).items():
         if not key.startswith(PREFIX):
             continue
-        name = key.removeprefix(PREFIX)
-        if name not in _KNOWN:
-            raise RDSSettingsError(_unknown(key))
-        given[name] = _checked(key, name, value)
+        if key not in SETTINGS:
+            close = difflib.get_close_matches(key, SETTINGS, n=1, cutoff=0.0)
+            raise RDSSettingsError(
+                f"{key} is not a setting of the RDS backend; did you mean {close[0]}? "
+                f"Known: {', '.join(sorted(SETTINGS))}"
+            )
+        setting = SETTINGS[key]
+        wanted = setting.wanted(value)
+        if wanted:
+            raise RDSSettingsError(f"{key} must be {wanted}, got {value!r}")
+        given[key.removeprefix(PREFIX)] = type(setting.default)(value)
     return RDSSettings(**given)
-
-
-def _unknown(key: str) -> str:
-    known = [PREFIX + name for name in _KNOWN]
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
-    return (
-        f"{key} is not a setting of the RDS backend; did you mean {close[0]}? "
-        f"Known: {', '.join(sorted(known))}"
-    )
-
-
-def _checked(key: str, name: str, value: Any) -> Any:
-    if name in _WORDS:
-        words = _WORDS[name]
-        if value not in words:
-            raise RDSSettingsError(
-                f"{key} must be one of {', '.join(words)}, got {value!r}"
-            )
-        return value
-    if name in _SECONDS:
-        low, high = _SECONDS[name]
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise RDSSettingsError(f"{key} must be a number of seconds, got {value!r}")
-        if not low <= value <= high:
-            raise RDSSettingsError(
-                f"{key} must be from {low:g} to {high:g} seconds, got {value!r}"
-            )
-        return float(value)
-    least, most = _INTEGERS[name]
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise RDSSettingsError(f"{key} must be a whole number, got {value!r}")
-    if not least <= value <= most:
-        raise RDSSettingsError(f"{key} must be from {least} to {most}, got {value!r}")
-    return value
