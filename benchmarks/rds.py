@@ -8,10 +8,9 @@ checksum included, and writes and reads as many bytes with plain ``pwritev`` and
 that changes its mind hits all. It runs on the simulated storage, where both reach
 the same file; the first round only makes the file.
 
-A store is timed from staging memory to the NVMe, one chunk per call: the gather into
-staging memory is the NPU's work, which the simulator does on the host's cores. What a
-store costs the engine's thread is the third figure: taking staging memory, queueing the
-gather on the stream, and handing the chunk over.
+A store is timed from staging memory to the NVMe, one chunk per call. What it costs the
+engine's thread besides is the third figure: taking staging memory, gathering into it,
+which is the NPU's work and is done on the host's cores here, and handing the chunk over.
 """
 
 # Future
@@ -149,7 +148,7 @@ def measure(rounds: int, count: int) -> dict[str, object]:
     path, offset = part.sim_location
     slots = list(backend._allocator._free)[:count]
     raw = Raw(path, offset, [host_view(slot.payload) for slot in slots])
-    queueing: list[float] = []
+    gathering: list[float] = []
     handing: list[float] = []
 
     def keys(number: int) -> list[CacheEngineKey]:
@@ -165,7 +164,7 @@ def measure(rounds: int, count: int) -> dict[str, object]:
             obj = backend.allocate(metadata.get_shapes(), metadata.get_dtypes(), None)
             assert obj is not None
             gather(kv, [ChunkBlocks(obj, TOKENS, [block], 0)])
-            queueing.append(time.perf_counter() - start)
+            gathering.append(time.perf_counter() - start)
             objs.append(obj)
         torch.rbln.synchronize()  # type: ignore[attr-defined]
         return objs
@@ -204,11 +203,11 @@ def measure(rounds: int, count: int) -> dict[str, object]:
             if number:
                 seconds[name].append(took)
         if not number:
-            queueing.clear()
+            gathering.clear()
             handing.clear()
     backend.close()
     part.close()
-    in_thread = [a + b for a, b in zip(queueing, handing, strict=True)]
+    in_thread = [a + b for a, b in zip(gathering, handing, strict=True)]
     total = count * CHUNK_BYTES
     rates = {name: total / statistics.median(s) / 1e9 for name, s in seconds.items()}
     return {

@@ -59,14 +59,19 @@ def test_the_documented_environment(
 def test_two_npus_answer_as_none_cached_and_raise(
     runtime: Runtime, shared: Path, tmp_path: Path
 ) -> None:
-    """Two ranks on one NVMe; under ``raise`` the first failure ends the engine."""
+    """Two ranks on one NVMe; under ``raise`` the first failure ends the engine.
+
+    A prompt longer than the limit is no failure: its beginning is what stays.
+    """
     server = Server(
         runtime,
         shared,
         tmp_path,
         {
             "OMP_NUM_THREADS": "1",  # two workers, and few cores
-            **extra_config(rds_buffer_size=4, rds_failure_policy="raise"),
+            **extra_config(
+                rds_buffer_size=4, rds_max_chunks=3, rds_failure_policy="raise"
+            ),
         },
         npus=2,
     )
@@ -80,6 +85,16 @@ def test_two_npus_answer_as_none_cached_and_raise(
         assert [answer.token_ids for answer in warm] == want
         assert [answer.cached_tokens for answer in warm] == [CHUNK] * 3
         assert server.total(REJECTED) == server.total(STAGING_FAILURES) == 0
+
+        long = prompt_of("long", 4 * CHUNK + 20)
+        answers = [server.ask(long)[0] for _ in range(3)]
+        assert [answer.cached_tokens for answer in answers] == [0, 3 * CHUNK, 3 * CHUNK]
+        assert len({answer.token_ids for answer in answers}) == 1
+        assert server.total(WRITE_FAILURES) == server.total(REJECTED) == 0
+        # Another chunk costs its end.
+        server.store(prompt_of("short", CHUNK + 20))
+        [answer] = server.ask(long)
+        assert answer.cached_tokens == 2 * CHUNK
 
         server.set_faults("eio:write:1+sticky")
         with pytest.raises(RequestFailedError):
