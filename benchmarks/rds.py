@@ -10,7 +10,7 @@ the same file; the first round only makes the file.
 
 A store is timed from staging memory to the NVMe, one chunk per call. What it costs the
 engine's thread besides is the third figure: taking staging memory, gathering into it,
-which is the NPU's work and is done on the host's cores here, and handing the chunk over.
+the NPU's work, which is done on the host's cores here, and handing the chunk over.
 """
 
 # Future

@@ -184,3 +184,47 @@ def test_memory_with_copies_under_way_is_not_used_again(
     chunk.memory_obj.ref_count_down()
     assert allocator.free_slots == free
     assert allocator.memcheck()
+
+
+def test_a_gather_comes_behind_what_its_caller_has_queued(
+    allocator: StagingAllocator,
+) -> None:
+    cache = Cache("blocks_first")
+    stream = torch.rbln.Stream(device=DEVICE)  # type: ignore[attr-defined]
+    new = [layer.flip(0).contiguous().pin_memory() for layer in cache.host]
+    chunk = staged(allocator, cache, [1, 2])
+    with torch.rbln.stream(stream):  # type: ignore[attr-defined]
+        for layer, host in zip(cache.layers, new, strict=True):
+            layer.copy_(host, non_blocking=True)
+        DeviceBlockTransfer().gather(cache.kv, [chunk])
+    cache.host = new
+    want = cache.chunk_of([1, 2])
+    assert torch.equal(payload(chunk)[: len(want)], want)
+
+
+@pytest.mark.parametrize("move", ["gather", "scatter"])
+def test_a_failure_midway_leaves_no_copy_under_way(
+    allocator: StagingAllocator, monkeypatch: pytest.MonkeyPatch, move: str
+) -> None:
+    """What was queued before it would end in memory that is somebody else's then."""
+    cache = Cache("blocks_first", num_blocks=40)
+    chunk = staged(allocator, cache, list(range(39, 0, -2)))
+    transfer = DeviceBlockTransfer()
+    if move == "scatter":
+        transfer.gather(cache.kv, [chunk])
+    want = cache.chunk_of(chunk.block_ids)
+    runs = paged_kv_device._runs
+
+    def with_a_bad_one(*arguments: Any) -> Any:
+        yield from runs(*arguments)
+        yield torch.empty(2, device=DEVICE), torch.empty(3, device=DEVICE)
+
+    with monkeypatch.context() as planted:
+        planted.setattr(paged_kv_device, "_runs", with_a_bad_one)
+        with pytest.raises(RuntimeError):
+            getattr(transfer, move)(cache.kv, [chunk])
+    # Reading waits for no other stream.
+    assert torch.equal(payload(chunk)[: len(want)], want)
+    cache.check()
+    chunk.memory_obj.ref_count_down()
+    assert allocator.free_slots == allocator.num_slots

@@ -60,6 +60,34 @@ def test_raise_surfaces_a_failed_write(
 
 
 @pytest.mark.sim
+@pytest.mark.parametrize("mode", ["overlapped", "synchronous"])
+def test_a_store_that_raises_leaves_references_to_its_caller(
+    engine: MakeEngine, storage: Storage, mode: str
+) -> None:
+    """LMCache lets go of its own, or not, by its version: never ours, nor twice."""
+    storage.use(faults="eio:write:1+sticky")
+    one = engine({"rds_failure_policy": "raise", "rds_write_mode": mode})
+    backend = one.backend
+    objs = [one.chunk(0), one.chunk(1)]
+    raised = 0
+    for number in range(4):
+        keys = [key_of(2 * number), key_of(2 * number + 1)]
+        try:
+            futures = backend.batched_submit_put_task(keys, list(objs)) or []
+        except RDSError:
+            raised += 1
+        else:
+            for future in futures:
+                future.result(timeout=30)
+        assert [obj.get_ref_count() for obj in objs] == [1, 1]
+        assert not any(backend.exists_in_put_tasks(key) for key in keys)
+    assert raised == (4 if mode == "synchronous" else 2)  # every second is not begun
+    for obj in objs:
+        obj.ref_count_down()
+    one.assert_idle()
+
+
+@pytest.mark.sim
 def test_raise_surfaces_a_failed_read(engine: MakeEngine, storage: Storage) -> None:
     storage.use(faults="eio:read:1")
     one = engine({"rds_failure_policy": "raise"})

@@ -279,3 +279,28 @@ def test_an_unexpected_error_is_a_failed_write_and_releases_once(
     one.store(0, 1, 2)
     assert one.load(0, 1, 2) == [True] * 3
     one.assert_idle()
+
+
+@pytest.mark.parametrize("mode", ["overlapped", "synchronous"])
+def test_a_key_stored_by_many_threads_is_written_once(
+    engine: MakeEngine, mode: str
+) -> None:
+    one = engine({"rds_write_mode": mode})
+    written = one.metric("written_chunks")
+    start = threading.Barrier(8)
+
+    def store() -> None:
+        start.wait(60)
+        one.store(0, 1)
+
+    threads = [threading.Thread(target=store) for _ in range(7)]
+    for thread in threads:
+        thread.start()
+    start.wait(60)
+    for thread in threads:
+        thread.join(timeout=60)
+    one.backend._writer._thread.submit(lambda: None).result(timeout=60)
+    assert one.metric("written_chunks") == written + 2
+    assert one.load(0, 1) == [True, True]
+    assert one.metric("used_bytes") == 2 * REGION_BYTES
+    one.assert_idle()

@@ -355,7 +355,10 @@ class RDSBackend(AllocatorBackendInterface):
         """Restore a chunk in the background; ``None`` if it is not stored."""
         if not self.contains(key):
             return None
-        return self._threads.submit(lambda: self._reader.load([key])[0])
+        try:
+            return self._threads.submit(lambda: self._reader.load([key])[0])
+        except RuntimeError:  # closed
+            return None
 
     async def batched_get_non_blocking(
         self,

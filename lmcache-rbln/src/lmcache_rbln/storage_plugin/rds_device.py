@@ -204,9 +204,17 @@ class RDSDevice:
         with _translated("an RDS transfer"):
             stream = self._rds.Stream(device=self._index, node_id=self._numa_node)
             batch = Batch(self._vmem, stream)
+            failure: BaseException | None = None
             try:
                 with stream:
-                    yield batch
+                    try:
+                        yield batch
+                    except BaseException as error:
+                        # Left as if all were well: that it waits then too is assumed
+                        # (A3), but not that it does when it is left by an error.
+                        failure = error
+                if failure is not None:
+                    raise failure
             finally:
                 # Also what failed: part of it may have changed.
                 for target in batch.read_into:
