@@ -219,10 +219,13 @@ def test_a_failure_midway_leaves_no_copy_under_way(
         yield from runs(*arguments)
         yield torch.empty(2, device=DEVICE), torch.empty(3, device=DEVICE)
 
-    with monkeypatch.context() as planted:
-        planted.setattr(paged_kv_device, "_runs", with_a_bad_one)
-        with pytest.raises(RuntimeError):
-            getattr(transfer, move)(cache.kv, [chunk])
+    stream = torch.rbln.Stream(device=DEVICE)  # type: ignore[attr-defined]
+    monkeypatch.setattr(paged_kv_device, "_runs", with_a_bad_one)
+    with (
+        torch.rbln.stream(stream),  # type: ignore[attr-defined]
+        pytest.raises(RuntimeError),
+    ):
+        getattr(transfer, move)(cache.kv, [chunk])
     # Reading waits for no other stream.
     assert torch.equal(payload(chunk)[: len(want)], want)
     cache.check()
