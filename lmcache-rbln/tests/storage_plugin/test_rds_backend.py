@@ -60,6 +60,14 @@ def test_other_devices_are_refused(storage: Storage) -> None:
         RDSBackend(config_of(), metadata_of(), dst_device="cpu")
 
 
+def test_a_torch_rbln_without_streams_is_refused(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("torch.rbln.Stream")
+    with pytest.raises(ValueError, match="needs streams of the NPU.*torch-rbln 0.12"):
+        RDSBackend(config_of(), metadata_of())
+
+
 def test_a_capacity_below_one_chunk_is_refused(storage: Storage) -> None:
     metadata = metadata_of(kv_shape=(2, 2, 128, 16, 128))
     with pytest.raises(ValueError, match="rds_capacity of 1 MiB holds no chunk"):

@@ -262,22 +262,25 @@ def test_a_chunk_of_foreign_memory_claims_nothing(engine: MakeEngine) -> None:
 def test_an_unexpected_error_is_a_failed_write_and_releases_once(
     engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
-    one = engine({"rds_write_mode": mode})
+    one = engine({"rds_write_mode": mode, "rds_max_chunks": 2})
     failures = one.metric("write_failures")
 
     def broken(batch: Any) -> Any:
         raise ArithmeticError("planted")
 
     with monkeypatch.context() as planted:
-        planted.setattr(one.backend._writer, "_take_regions", broken)
-        one.store(0, 1)
+        planted.setattr(one.backend._index, "evict", broken)
+        one.store(0, 1, 2)  # two find space
         planted.undo()
+        assert one.holds(0, 1, 2) == [True, True, False]
+        one.backend.clear()
         planted.setattr(one.backend._writer._transfer, "write", broken)
         one.store(2)
-    assert one.metric("write_failures") == failures + 3
+    assert one.metric("write_failures") == failures + 2
     one.assert_idle()
-    one.store(0, 1, 2)
-    assert one.load(0, 1, 2) == [True] * 3
+    one.store(0, 1)
+    assert one.load(0, 1) == [True, True]
+    assert one.metric("used_bytes") == 2 * REGION_BYTES
     one.assert_idle()
 
 

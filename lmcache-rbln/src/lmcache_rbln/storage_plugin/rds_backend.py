@@ -465,6 +465,11 @@ def _require_usable(
             f"RDSBackend needs an RBLN NPU, LMCache runs on {device}; set "
             "LMCACHE_DEVICE_BACKEND=rbln to learn why"
         )
+    if not hasattr(torch.rbln, "Stream"):
+        raise ValueError(
+            "RDSBackend needs streams of the NPU, which this torch-rbln does not have; "
+            "install torch-rbln 0.12.0"
+        )
     if metadata.get_num_groups() != 1:
         raise ValueError(
             f"RDSBackend stores one kind of layer, the model has "

@@ -14,7 +14,7 @@ from lmcache.utils import CacheEngineKey
 from lmcache.v1.memory_management import MemoryObj
 
 # Local
-from .rds_device import RDSError, RDSFullError, Region
+from .rds_device import RDSFullError, Region
 from .rds_failures import Failures
 from .rds_header import key_digest
 from .rds_index import ChunkIndex, Entry
@@ -236,7 +236,7 @@ class ChunkWriter:
         try:
             for key, _ in batch:
                 regions.append(self._regions.acquire(partial(self._evict, key)))
-        except RDSError as error:
+        except Exception as error:  # whatever it is, what was taken is used
             return regions, error
         return regions, None
 
