@@ -25,6 +25,15 @@ class Clock:
         return self.now
 
 
+class Obj:
+    """A memory object."""
+
+    valid = True
+
+    def is_valid(self) -> bool:
+        return self.valid
+
+
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
@@ -52,14 +61,15 @@ def test_a_deadline(clock: Clock) -> None:
 
 def test_the_waits_of_a_store_share_its_time(clock: Clock) -> None:
     waits = StoreWaits(5.0)
+    obj: Any = Obj()
     first = waits.left()
     clock.now += 3.0
-    waits.waited(first)
+    waits.waited(first, obj)
     clock.now += 60.0  # not a wait
     second = waits.left()
     assert second() == 2.0
     clock.now += 4.0
-    waits.waited(second)
+    waits.waited(second, obj)
     assert waits.left()() == 0.0
 
     other: list[float] = []
@@ -69,6 +79,24 @@ def test_the_waits_of_a_store_share_its_time(clock: Clock) -> None:
     assert other == [5.0]  # another thread's store
 
     waits.end()
+    assert waits.left()() == 5.0
+
+
+@pytest.mark.parametrize("how", ["given back", "lost"])
+def test_a_store_that_was_never_handed_over_costs_the_next_one_no_time(
+    clock: Clock, how: str
+) -> None:
+    """Its gather failed: LMCache gives the chunks back and stores nothing."""
+    waits = StoreWaits(5.0)
+    objs: list[Any] = [Obj()]
+    first = waits.left()
+    clock.now += 4.0
+    waits.waited(first, objs[0])
+    assert waits.left()() == 1.0
+    if how == "lost":
+        objs.clear()
+    else:
+        objs[0].valid = False
     assert waits.left()() == 5.0
 
 

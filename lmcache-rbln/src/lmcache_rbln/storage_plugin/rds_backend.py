@@ -34,7 +34,7 @@ from .rds_metrics import RDSMetrics
 from .rds_reader import ChunkReader
 from .rds_regions import RegionPool
 from .rds_settings import RDSSettings, read_settings
-from .rds_staging import StagingAllocator
+from .rds_staging import StagingAllocator, all_or_none
 from .rds_transfer import ChunkTransfer, region_bytes
 from .rds_waits import StoreWaits
 from .rds_writer import ChunkWriter, OnComplete
@@ -181,10 +181,11 @@ class RDSBackend(AllocatorBackendInterface):
         obj = self._allocator.allocate_within(
             shapes, dtypes, fmt, lambda: left() if self._writer.busy else 0.0
         )
-        self._waits.waited(left)
         if obj is None:
             self._waits.end()
             self._metrics.add("staging_failures")
+        else:
+            self._waits.waited(left, obj)
         return obj
 
     def batched_allocate(
@@ -197,14 +198,9 @@ class RDSBackend(AllocatorBackendInterface):
         busy_loop: bool = True,
     ) -> list[MemoryObj] | None:
         """Take staging memory for several chunks, or ``None``."""
-        objs: list[MemoryObj] = []
-        for _ in range(batch_size):
-            obj = self.allocate(shapes, dtypes, fmt, eviction, busy_loop)
-            if obj is None:
-                self._allocator.batched_free(objs)
-                return None
-            objs.append(obj)
-        return objs
+        return all_or_none(
+            lambda: self.allocate(shapes, dtypes, fmt, eviction, busy_loop), batch_size
+        )
 
     def calculate_chunk_budget(self) -> int:
         """Return how many chunks the staging memory holds."""

@@ -8,6 +8,7 @@ allocation until its last reference is gone.
 
 # Standard
 from collections import deque
+from collections.abc import Callable
 import threading
 
 # Third Party
@@ -188,14 +189,7 @@ class StagingAllocator(MemoryAllocatorInterface):
         allocator_type: str | None = None,
     ) -> list[MemoryObj] | None:
         """Take several free slots, or none; see the interface."""
-        objs: list[MemoryObj] = []
-        for _ in range(batch_size):
-            obj = self.allocate(shapes, dtypes, fmt)
-            if obj is None:
-                self.batched_free(objs)
-                return None
-            objs.append(obj)
-        return objs
+        return all_or_none(lambda: self.allocate(shapes, dtypes, fmt), batch_size)
 
     def free(self, memory_obj: MemoryObj, allocator_type: str | None = None) -> None:
         """Give an object's slot back; a second time does nothing.
@@ -242,3 +236,26 @@ class StagingAllocator(MemoryAllocatorInterface):
         with self._lock:
             self._closed = True
             self._lock.notify_all()
+
+
+def all_or_none(
+    allocate: Callable[[], MemoryObj | None], count: int
+) -> list[MemoryObj] | None:
+    """Call a function that takes memory so many times.
+
+    Args:
+        allocate: Takes memory; ``None`` if there is none.
+        count: How often.
+
+    Returns:
+        What it took; ``None``, and all is given back, if it failed once.
+    """
+    objs: list[MemoryObj] = []
+    for _ in range(count):
+        obj = allocate()
+        if obj is None:
+            for taken in objs:
+                taken.ref_count_down()
+            return None
+        objs.append(obj)
+    return objs
