@@ -13,6 +13,7 @@ import torch
 # First Party
 from lmcache.utils import CacheEngineKey
 from lmcache.v1.memory_management import MemoryFormat
+from lmcache_rbln.storage_plugin import rds_index
 from lmcache_rbln.storage_plugin.rds_device import Region
 from lmcache_rbln.storage_plugin.rds_index import ChunkIndex, Entry
 
@@ -128,6 +129,49 @@ def test_a_late_reader_does_not_remove_the_next_chunk(
     index.end_read(old)
     assert given_up == [old.region]
     assert index.count_prefix([key_of(1)], False, 1) == 1
+
+
+def test_a_chunk_keeps_what_stands_before_it_however_late_it_comes(
+    index: ChunkIndex,
+) -> None:
+    """Stored in any order, with or without the ones between."""
+    prompt = [key_of(number) for number in (10, 11, 12)]
+    assert index.count_prefix(prompt, False, 9) == 0
+    store(index, 11)
+    store(index, 10)
+    store(index, 12)
+    assert evicted(index) == [0, 1, 2, 3, 12, 11, 10]
+    store(index, 10, 11, 12)
+    index.remove(key_of(11))
+    assert index.count_prefix([key_of(12)], False, 9) == 1
+    assert evicted(index) == [12, 10]
+
+
+def test_hashes_that_collide_make_no_endless_prompt(index: ChunkIndex) -> None:
+    keys = [key_of(0), key_of(1), key_of(0)]
+    assert index.count_prefix(keys, False, 9) == 3
+    assert sorted(evicted(index)) == [0, 1, 2, 3]
+
+
+def test_what_is_expected_is_bounded(
+    index: ChunkIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rds_index, "MOST_EXPECTED", 3)
+    keys = [key_of(number) for number in range(10, 20)]
+    assert index.count_prefix(keys, False, 9) == 0
+    assert list(index._expected) == keys[-3:]
+
+
+def test_after_the_end_nothing_is_kept(
+    index: ChunkIndex, given_up: list[Region]
+) -> None:
+    index.pin(key_of(0))
+    index.claim([key_of(9)])
+    index.close()
+    assert len(index) == 0 and len(given_up) == 4
+    late = entry_of()
+    index.publish([(key_of(9), late)])
+    assert len(index) == 0 and given_up[-1] is late.region
 
 
 class IndexMachine(RuleBasedStateMachine):
