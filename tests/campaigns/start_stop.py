@@ -218,6 +218,8 @@ def component(
         wrong += bool(found)
         for fault in found:
             faults[f"{trial.name}: {fault}"] += 1
+        if seen.total() % 10 == 0:
+            print(f"{seen.total()} trials, {wrong} wrong", flush=True)
     for name, count in seen.items():
         print(f"{name:45s} {count:4d} times, slowest {slowest[name]:5.2f} s")
     for text, count in sorted(faults.items()):

@@ -41,10 +41,11 @@ if __name__ == "__main__":
 def run(tmp_path: Path, method: str, does: str) -> subprocess.CompletedProcess[str]:
     program = tmp_path / "front.py"
     program.write_text(FRONT)
-    env = {k: v for k, v in os.environ.items() if k != refusal.VARIABLE}
+    # As if started by a program that has imported the connector too.
+    inherited = {refusal.VARIABLE: str(tmp_path / "lmcache-rbln-refusal-1")}
     return subprocess.run(
         [sys.executable, str(program), method, does],
-        env={**env, "TMPDIR": str(tmp_path)},
+        env={**os.environ, **inherited, "TMPDIR": str(tmp_path)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -27,10 +27,16 @@ _PREFIX = "lmcache-rbln-refusal-"
 
 
 def announce_in_front_process() -> None:
-    """Let this process log a refusal when it ends, if it is the front process."""
-    if VARIABLE in os.environ or multiprocessing.parent_process() is not None:
-        return
+    """Let this process log a refusal when it ends, if it is the front process.
+
+    vLLM starts the others with multiprocessing. A program that vLLM did not start is a
+    front process of its own, whatever it inherited.
+    """
     path = Path(tempfile.gettempdir(), f"{_PREFIX}{os.getpid()}")
+    if multiprocessing.parent_process() is not None:
+        return
+    if os.environ.get(VARIABLE) == str(path):
+        return
     os.environ[VARIABLE] = str(path)
     atexit.register(_announce, path, os.getpid())
 
