@@ -30,9 +30,6 @@ import time
 from examples.rbln_demo import client
 from examples.rbln_demo.runtime import find_runtime
 from examples.rbln_demo.servers import HOST
-from tests.e2e.inprocess.engines import CONFIGS, InProcessEngine
-from tests.e2e.stack import Stack, wait_until
-from tests.e2e.stack_pool import STACKS
 
 PROMPTS = 12
 NAMES = (
@@ -156,6 +153,8 @@ def send_all(port: int, options: argparse.Namespace) -> Counter[str]:
 
 def wait_idle(engine: Any) -> None:
     """Wait until no request is in the engine and no block is taken."""
+    # First Party
+    from tests.e2e.stack import wait_until
 
     def idle() -> bool:
         engine.process.check_running()
@@ -173,6 +172,9 @@ def wait_idle(engine: Any) -> None:
 
 def fuzz_in_process(options: argparse.Namespace) -> Counter[str]:
     """On an engine with LMCache in process."""
+    # First Party
+    from tests.e2e.inprocess.engines import CONFIGS, InProcessEngine
+
     engine = InProcessEngine(CONFIGS["small"], find_runtime(), options.folder)
     try:
         engine.start()
@@ -190,6 +192,10 @@ def fuzz_in_process(options: argparse.Namespace) -> Counter[str]:
 
 def fuzz_server(options: argparse.Namespace) -> Counter[str]:
     """On an engine with an LMCache server."""
+    # First Party
+    from tests.e2e.stack import Stack, wait_until
+    from tests.e2e.stack_pool import STACKS
+
     stack = Stack(
         STACKS["blocks-first"],
         find_runtime(),
@@ -214,6 +220,12 @@ def fuzz_server(options: argparse.Namespace) -> Counter[str]:
 def main(arguments: list[str] | None = None) -> int:
     """Run the campaign; returns the exit code."""
     options = parse(arguments)
+    if find_runtime().simulated:
+        # Third Party
+        import rbln_sim
+
+        # What the end-to-end tests share imports torch, which wants an NPU's runtime.
+        rbln_sim.activate()
     run = fuzz_in_process if options.connector == "inprocess" else fuzz_server
     if options.folder is None:
         with tempfile.TemporaryDirectory(prefix="client-fuzz-") as folder:

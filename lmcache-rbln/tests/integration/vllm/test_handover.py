@@ -14,65 +14,12 @@ import random
 # Third Party
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scheduler_side import Lookup, scheduler_side
 import pytest
 
 pytestmark = pytest.mark.npu
 
 BLOCK, CHUNK = 4, 8
-
-
-class Lookup:
-    """A lookup client that finds what it is told to."""
-
-    def __init__(self) -> None:
-        self.hit = 0
-        self.asked: list[tuple[str, Any]] = []
-
-    def lookup_cache(self, lookup_id: str) -> int:
-        return -1
-
-    def lookup(self, token_ids: Any, lookup_id: str, request_configs: Any) -> int:
-        self.asked.append((lookup_id, request_configs))
-        return min(self.hit, len(token_ids)) // CHUNK * CHUNK
-
-    def clear_lookup_status(self, lookup_id: str) -> None:
-        pass
-
-
-def scheduler_side() -> Any:
-    """Our connector's scheduler side over LMCache's own."""
-    # First Party
-    from lmcache.integration.vllm.vllm_v1_adapter import LMCacheConnectorV1Impl
-    from lmcache.v1.config import LMCacheEngineConfig
-    from lmcache_rbln.integration.vllm.connector import RBLNLMCacheConnectorV1
-    from lmcache_rbln.settings import Settings
-
-    connector = RBLNLMCacheConnectorV1.__new__(RBLNLMCacheConnectorV1)
-    inner: Any = LMCacheConnectorV1Impl.__new__(LMCacheConnectorV1Impl)
-    vars(inner).update(
-        _manager=SimpleNamespace(lookup_client=Lookup(), lmcache_engine=None),
-        config=LMCacheEngineConfig.from_defaults(chunk_size=CHUNK),
-        kv_role="kv_both",
-        load_specs={},
-        async_loading=False,
-        force_skip_save=False,
-        skip_last_n_tokens=0,
-        _requests_priority={},
-        _unfinished_requests={},
-        _request_trackers={},
-        _block_size=BLOCK,
-        _lmcache_chunk_size=CHUNK,
-        _discard_partial_chunks=True,
-        _max_tokens_per_load=0,
-    )
-    vars(connector).update(
-        _lmcache_engine=inner,
-        _settings=Settings(),
-        _views={},
-        _dropped_lookups=[],
-        _recovered_blocks=[],
-    )
-    return connector
 
 
 def request_of(name: str, tokens: int, params: Any = None, **more: Any) -> Any:
@@ -272,7 +219,7 @@ PARAMS: tuple[Any, ...] = (
 @given(st.integers(0, 10**6))
 def test_vllm_s_objects_stay_as_they_were(seed: int) -> None:
     chance = random.Random(seed)
-    engine = Engine(scheduler_side(), chance)
+    engine = Engine(scheduler_side(Lookup(CHUNK), BLOCK, CHUNK), chance)
     for number in range(40):
         act = chance.random()
         if act < 0.2:
@@ -304,7 +251,7 @@ def test_vllm_s_objects_stay_as_they_were(seed: int) -> None:
 
 def test_a_resumed_request_s_blocks_are_not_shared() -> None:
     """The line that made one answer wrong: LMCache keeps and extends the list."""
-    engine = Engine(scheduler_side(), random.Random(1))
+    engine = Engine(scheduler_side(Lookup(CHUNK), BLOCK, CHUNK), random.Random(1))
     engine.requests["r"] = request_of("r", 20)
     engine.chance = SimpleNamespace(  # type: ignore[assignment]
         random=lambda: 0.0,
@@ -321,7 +268,7 @@ def test_a_resumed_request_s_blocks_are_not_shared() -> None:
 
 
 def test_identity_reaches_lookup_load_and_store() -> None:
-    connector = scheduler_side()
+    connector = scheduler_side(Lookup(CHUNK), BLOCK, CHUNK)
     engine = Engine(connector, random.Random(0))
     params = {"lmcache.skip_save": True, "disagg_spec": {}, "lmcache.tag.u": 1}
     names = {"a": "tenant-A", "b": "tenant-B", "none": None}
@@ -375,7 +322,7 @@ def test_embeddings_are_kept_out(caplog: pytest.LogCaptureFixture) -> None:
     # First Party
     from lmcache_rbln.integration.vllm import handover
 
-    connector = scheduler_side()
+    connector = scheduler_side(Lookup(CHUNK), BLOCK, CHUNK)
     request = request_of("r", 8, None, prompt_embeds=torch.zeros(8, 2))
     request.prompt_token_ids = None
     handover.logger.propagate = True
@@ -435,7 +382,7 @@ def test_a_view_can_only_be_read() -> None:
 
 
 def test_a_recovery_reaches_vllm_s_request() -> None:
-    connector = scheduler_side()
+    connector = scheduler_side(Lookup(CHUNK), BLOCK, CHUNK)
     engine = Engine(connector, random.Random(3))
     engine.requests["r"] = request_of("r", 20)
     while not engine.running:
