@@ -51,8 +51,9 @@ def test_a_limit_is_kept(limit: int, stored: int) -> None:
     assert stored_tokens({"lmcache.max_offload_tokens": limit}) == stored
 
 
-def test_statistics_of_a_request_that_was_never_looked_up() -> None:
-    """A client that hung up while its request waited."""
+@pytest.mark.parametrize("params", [{"cached_token_stats": True}, 5, ["x"], "x"])
+def test_a_request_that_was_never_looked_up_or_brings_no_object(params: object) -> None:
+    """A client that hung up while its request waited, or used ``vllm_xargs``."""
     connectors = pytest.importorskip("lmcache.integration.vllm.lmcache_mp_connector")
     connector = connectors.LMCacheMPConnector.__new__(connectors.LMCacheMPConnector)
     connector.request_trackers = {}
@@ -62,8 +63,6 @@ def test_statistics_of_a_request_that_was_never_looked_up() -> None:
     connector.scheduler_adapter = SimpleNamespace(
         cleanup_lookup_result=ended.append, end_session=ended.append
     )
-    request = SimpleNamespace(
-        request_id="a request", kv_transfer_params={"cached_token_stats": True}
-    )
+    request = SimpleNamespace(request_id="a request", kv_transfer_params=params)
     assert connector.request_finished(request, []) == (True, None)
     assert ended == ["a request"] * 2
