@@ -4,7 +4,6 @@
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <torch/csrc/Exceptions.h>
 
 #include <algorithm>
 #include <chrono>
@@ -238,8 +237,6 @@ bool drain(const Transfer& transfer) {
       behind.record(stream);
       wait_or_ask(behind);
       return true;
-    } catch (python_error& failure) {
-      failure.persist();
     } catch (const std::exception&) {
       // The old failure, or another one.
     }
@@ -397,11 +394,6 @@ void run_on_stream(Pipeline& pipeline, const Transfer& transfer) {
     const c10::StreamGuard current(stream);
     transfer.in_place ? pipeline.run_in_place() : pipeline.run();
     begun.wait();
-  } catch (python_error& failure) {
-    // An operation of the device that is written in Python. Out of the way of others.
-    failure.persist();
-    if (drain(transfer)) throw;
-    throw NotDrained(failure.what());
   } catch (const std::exception& failure) {
     if (drain(transfer)) throw;
     throw NotDrained(failure.what());

@@ -19,8 +19,7 @@ from lmcache.v1.multiprocess.transfer_mode import MPTransferMode
 from lmcache.v1.platform.devices import rbln as backend
 from lmcache.v1.platform.devices.rbln import RblnDeviceSpec
 from lmcache.v1.platform.devices.rbln.device_ops import RblnDeviceOps
-from lmcache.v1.platform.devices.rbln.host_transpose import THREADS_ENV_VAR
-from lmcache.v1.platform.devices.rbln.staging import STAGING_ENV_VAR
+from lmcache.v1.platform.devices.rbln.settings import STAGING_ENV_VAR, THREADS_ENV_VAR
 
 _CHOOSE = "import lmcache; print('CHOSE', lmcache.torch_device_type)"
 _WARNING = "torch-rbln is installed, but LMCache does not use RBLN"
