@@ -12,6 +12,7 @@ import importlib
 
 # Local
 from . import places, rules, table
+from .config_file import FILE, read_file
 from .masking import show
 from .places import CONNECTOR, Entry, Settings
 from .problem import Problem
@@ -47,10 +48,10 @@ def examine(
         order in which it stands in the way, then what has no effect.
     """
     found = list(_of_environment(environment))
-    file = environment.get(places.FILE)
+    file = environment.get(FILE)
     entries: dict[Any, Any] = {}
     if file is not None:
-        entries, problem = places.read_file(file)
+        entries, problem = read_file(file)
         found += [problem] if problem else []
     settings = places.gather(environment, connector, entries, file or "")
     found += settings.problems + rules.problems(settings, facts)
