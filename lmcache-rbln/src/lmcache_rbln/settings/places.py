@@ -31,8 +31,14 @@ _CONNECTOR_PREFIX = "lmcache."
 #: Settings of LMCacheMPConnector, which has a server.
 SERVER_PREFIX = "lmcache.mp."
 _ENVIRONMENT_NAME = re.compile(r"LMCACHE_[A-Z0-9_]+")
+# Kubernetes gives a pod such variables for every service, also for one of LMCache's.
+_SERVICE_NAME = re.compile(
+    r".*_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)"
+)
+_SERVICE_PORT = re.compile(r"(tcp|udp|sctp)://\S+")
 # How alike a name must be to be taken for a misspelling.
 _ALIKE = 0.8
+_SWITCH = "true or false, without quotes"
 
 
 @dataclass(frozen=True)
@@ -178,6 +184,10 @@ def _of_environment(
     names = {_PREFIX + n.upper(): n for n in table.definitions()}
     names |= {_PREFIX + old.upper(): new for old, new in table.aliases().items()}
     for variable in sorted(v for v in environment if v.startswith(_PREFIX)):
+        if _SERVICE_NAME.fullmatch(variable) or (
+            variable.endswith("_PORT") and _SERVICE_PORT.match(environment[variable])
+        ):
+            continue
         entry = Entry(variable, "", _parse_quoted_string(environment[variable]))
         if variable in names:
             yield names[variable], entry
@@ -217,8 +227,11 @@ def _of_connector(
             yield name, entry
         elif key in table.CONNECTOR_NUMBERS or key in table.CONNECTOR_SWITCHES:
             limits = table.CONNECTOR_NUMBERS.get(key)
+            # LMCache takes them as they are.
             reading = (
-                table.read_number(value, limits) if limits else table.read_switch(value)
+                table.read_number(value, limits)
+                if limits
+                else table.Reading(value, "" if isinstance(value, bool) else _SWITCH)
             )
             if reading.wanted:
                 settings.problems.append(_malformed(key, entry, reading.wanted))
