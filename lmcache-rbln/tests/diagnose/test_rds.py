@@ -14,7 +14,7 @@ import pytest
 # First Party
 from lmcache_rbln.diagnose.rds import check_rds, service_state
 from lmcache_rbln.diagnose.result import Status
-from lmcache_rbln.settings.rules import RDS_MODULE
+from lmcache_rbln.settings.plugins import RDS_MODULE
 
 READY: dict[str, Any] = {"available": True, "devices": 2}
 USED = {"RDSBackend": RDS_MODULE}

@@ -252,6 +252,18 @@ REFUSED: list[tuple[dict[str, str], dict[str, Any], str, str]] = [
         "lookup_server_worker_ids",
         "wanted ranks from 0 to 0",
     ),
+    (
+        {"LMCACHE_FORCE_SKIP_SAVE": "False"},
+        {},
+        "LMCACHE_FORCE_SKIP_SAVE",
+        "any value keeps LMCache from storing, .*; unset LMCACHE_FORCE_SKIP_SAVE",
+    ),
+    (
+        {},
+        {"discard_partial_chunks": "false"},
+        "discard_partial_chunks",
+        "is 'false', wanted true or false",
+    ),
     ({"LMCACHE_REMOTE_URL": ""}, {}, "remote_url", "unset LMCACHE_REMOTE_URL"),
     (
         {"LMCACHE_CONFIG_FILE": "/no/such/file"},
@@ -272,6 +284,20 @@ def test_what_is_refused_names_setting_value_and_fix(
     with pytest.raises(ValueError, match=said) as refusal:
         require(environment, connector, FACTS)
     assert "\n" not in str(refusal.value)
+
+
+def test_variables_that_kubernetes_sets_for_services_are_no_settings() -> None:
+    assert not problems(
+        {
+            "LMCACHE_PORT": "tcp://10.0.0.7:6555",
+            "LMCACHE_MP_PORT": "tcp://10.0.0.7:6555",
+            "LMCACHE_MP_PORT_6555_TCP": "tcp://10.0.0.7:6555",
+            "LMCACHE_MP_PORT_6555_TCP_ADDR": "10.0.0.7",
+            "LMCACHE_SERVICE_HOST": "10.0.0.7",
+            "LMCACHE_SERVICE_PORT_HTTP": "8080",
+        }
+    )
+    assert problems({"LMCACHE_MP_PORT": "tcp"})
 
 
 def test_every_problem_is_a_line_and_harmless_ones_are_not() -> None:

@@ -13,7 +13,13 @@ import string
 import pytest
 
 # First Party
-from lmcache_rbln.settings.masking import MASK, show, show_name, show_named
+from lmcache_rbln.settings.masking import (
+    MASK,
+    show,
+    show_name,
+    show_named,
+    without_users,
+)
 
 SECRET = "hunter2-Zx9"
 
@@ -113,3 +119,8 @@ def test_any_text_can_be_shown_and_passwords_are_not() -> None:
                     continue
                 assert password not in shown
     assert "digits" in show(10**5000)
+
+
+def test_messages_of_others_lose_their_users() -> None:
+    text = f"can't reach redis://user:{SECRET}@host:1, http://host:2"
+    assert without_users(text) == "can't reach redis://***@host:1, http://host:2"

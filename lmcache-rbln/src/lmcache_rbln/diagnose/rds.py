@@ -12,7 +12,7 @@ import shutil
 # Local
 from lmcache_rbln.diagnose.command import run_command
 from lmcache_rbln.diagnose.result import Result, fail, ok, one_line, skip
-from lmcache_rbln.settings.rules import RDS_MODULE
+from lmcache_rbln.settings.plugins import RDS_MODULE
 
 SERVICE = "rebellions-rds-binding.service"
 _TIMEOUT_S = 5.0

@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+# Local
+from lmcache_rbln.settings.masking import without_users
+
 
 class Status(str, Enum):
     """How a check ended; only ``FAIL`` makes the exit code 1."""
@@ -62,5 +65,5 @@ def fail(name: str, found: str, wanted: str, fix: str, **details: Any) -> Result
 
 def one_line(text: object, limit: int = 200) -> str:
     """Return a text, mostly an error of others, as one line of at most ``limit``."""
-    line = " ".join(str(text).split())
+    line = without_users(" ".join(str(text).split()))
     return line if len(line) <= limit else line[: limit - 1] + "…"

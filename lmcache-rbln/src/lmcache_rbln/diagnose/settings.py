@@ -17,10 +17,10 @@ from lmcache_rbln.settings import (
     check,
     fitting_chunk_size,
     hash_seed_problem,
-    places,
     rules,
     table,
 )
+from lmcache_rbln.settings.config_file import FILE
 from lmcache_rbln.settings.seed import HASH_SEED
 
 _SHOWN = 240
@@ -71,7 +71,7 @@ def examine(
         "chunk_size": values.get("chunk_size"),
         "chunk_place": settings.entry("chunk_size").where,
         "plugins": rules.plugins(settings),
-        "file": environment.get(places.FILE),
+        "file": environment.get(FILE),
     }
 
 

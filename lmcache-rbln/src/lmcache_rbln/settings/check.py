@@ -12,6 +12,7 @@ import importlib
 
 # Local
 from . import places, rules, table
+from .config_file import FILE, read_file
 from .masking import show
 from .places import CONNECTOR, Entry, Settings
 from .problem import Problem
@@ -19,6 +20,7 @@ from .rules import VllmFacts
 
 _BACKEND = "LMCACHE_DEVICE_BACKEND"
 _MODE = "LMCACHE_MP_TRANSFER_MODE"
+_SKIP_SAVE = "LMCACHE_FORCE_SKIP_SAVE"
 _MODES = ("auto", "engine_driven")
 _RBLN = "lmcache.v1.platform.devices.rbln"
 # Where the backend reads its own variables; each raises ValueError for a bad one.
@@ -46,11 +48,11 @@ def examine(
         The settings that hold, and what is wrong: what does not work first, in the
         order in which it stands in the way, then what has no effect.
     """
-    found = list(_of_environment(environment))
-    file = environment.get(places.FILE)
+    found = [*_of_environment(environment), *_skipped_stores(environment)]
+    file = environment.get(FILE)
     entries: dict[Any, Any] = {}
     if file is not None:
-        entries, problem = places.read_file(file)
+        entries, problem = read_file(file)
         found += [problem] if problem else []
     settings = places.gather(environment, connector, entries, file or "")
     found += settings.problems + rules.problems(settings, facts)
@@ -186,6 +188,17 @@ def _of_environment(environment: Mapping[str, str]) -> Iterator[Problem]:
             shown = show(value, kind="number")
             text = str(error).replace(repr(value), shown)
             yield Problem(variable, text, "a value that has a meaning", "correct it")
+
+
+def _skipped_stores(environment: Mapping[str, str]) -> Iterator[Problem]:
+    value = environment.get(_SKIP_SAVE, "").strip().lower()
+    if value in ("false", "0", "no", "off", "none"):
+        yield Problem(
+            _SKIP_SAVE,
+            f"{_SKIP_SAVE} is {value!r}, and any value keeps LMCache from storing",
+            "1, or no such variable",
+            f"unset {_SKIP_SAVE}",
+        )
 
 
 def _raise(found: list[Problem]) -> None:

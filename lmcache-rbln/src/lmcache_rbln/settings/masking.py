@@ -22,6 +22,7 @@ _NUMBER_LIKE = re.compile(r"[-+]?[\d.,_]{0,24}(?:[eE][-+]?\d{1,3})?\s?[A-Za-z%]{
 _NAME = re.compile(r"[A-Za-z_][\w.\-]{0,120}")
 _PATH = re.compile(r"(?:file://)?/[\w./\-]{0,200}")
 _URL = re.compile(r"([A-Za-z][\w+.\-]{0,20})://(.*)", re.DOTALL)
+_USER = re.compile(r"://\S*@")
 _ADDRESS = re.compile(r"(?:[\w.\-]+|\[[0-9A-Fa-f:.]+\])(?::\d{1,5})?")
 
 
@@ -53,6 +54,11 @@ def show(value: Any, words: Iterable[str] = (), kind: str = "") -> str:
         )
         return f"{{{shown}{', …' if len(entries) > 8 else ''}}}"
     return MASK
+
+
+def without_users(text: str) -> str:
+    """Return a message of others without the users and passwords of URLs."""
+    return _USER.sub(f"://{MASK}@", text)
 
 
 def show_named(name: str, value: Any) -> str:

@@ -24,7 +24,6 @@ from . import table
 from .masking import show_name
 from .problem import Problem
 
-FILE = "LMCACHE_CONFIG_FILE"
 CONNECTOR = "kv_connector_extra_config"
 EXTRA = "extra_config"
 _PREFIX = "LMCACHE_"
@@ -32,9 +31,14 @@ _CONNECTOR_PREFIX = "lmcache."
 #: Settings of LMCacheMPConnector, which has a server.
 SERVER_PREFIX = "lmcache.mp."
 _ENVIRONMENT_NAME = re.compile(r"LMCACHE_[A-Z0-9_]+")
+# Kubernetes gives a pod such variables for every service, also for one of LMCache's.
+_SERVICE_NAME = re.compile(
+    r".*_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)"
+)
+_SERVICE_PORT = re.compile(r"(tcp|udp|sctp)://\S+")
 # How alike a name must be to be taken for a misspelling.
 _ALIKE = 0.8
-_LARGEST_FILE = 1 << 20
+_SWITCH = "true or false, without quotes"
 
 
 @dataclass(frozen=True)
@@ -137,50 +141,6 @@ def gather(
     return settings
 
 
-def read_file(file: str) -> tuple[dict[Any, Any], Problem | None]:
-    """Read a configuration file.
-
-    Args:
-        file: Its name.
-
-    Returns:
-        Its entries, and what is wrong with it as a whole.
-    """
-    # Third Party
-    import yaml
-
-    def problem(found: str) -> tuple[dict[Any, Any], Problem]:
-        return {}, Problem(
-            FILE,
-            f"{FILE}={file}: {found}",
-            "a YAML file with one mapping of settings",
-            f"correct the file, or unset {FILE}",
-        )
-
-    try:
-        path = Path(file)
-        if path.exists() and not path.is_file():
-            # LMCache reads it once in each process, which a pipe can't give.
-            return problem("not a file")
-        if path.stat().st_size > _LARGEST_FILE:
-            return problem(f"{path.stat().st_size} bytes")
-        entries = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        return problem(error.strerror or type(error).__name__)
-    except yaml.YAMLError as error:
-        # What it says quotes the file, which may hold secrets.
-        mark = getattr(error, "problem_mark", None)
-        at = f" at line {mark.line + 1} column {mark.column + 1}" if mark else ""
-        return problem(f"it can't be parsed as YAML{at}")
-    except (ValueError, RecursionError) as error:
-        return problem(f"it can't be parsed as YAML ({type(error).__name__})")
-    if entries is None:
-        return {}, None
-    if not isinstance(entries, dict):
-        return problem(f"it holds a {type(entries).__name__}")
-    return entries, None
-
-
 @cache
 def known_variables() -> frozenset[str]:
     """Return every ``LMCACHE_*`` name in LMCache's sources."""
@@ -224,6 +184,10 @@ def _of_environment(
     names = {_PREFIX + n.upper(): n for n in table.definitions()}
     names |= {_PREFIX + old.upper(): new for old, new in table.aliases().items()}
     for variable in sorted(v for v in environment if v.startswith(_PREFIX)):
+        if _SERVICE_NAME.fullmatch(variable) or (
+            variable.endswith("_PORT") and _SERVICE_PORT.match(environment[variable])
+        ):
+            continue
         entry = Entry(variable, "", _parse_quoted_string(environment[variable]))
         if variable in names:
             yield names[variable], entry
@@ -263,8 +227,11 @@ def _of_connector(
             yield name, entry
         elif key in table.CONNECTOR_NUMBERS or key in table.CONNECTOR_SWITCHES:
             limits = table.CONNECTOR_NUMBERS.get(key)
+            # LMCache takes them as they are.
             reading = (
-                table.read_number(value, limits) if limits else table.read_switch(value)
+                table.read_number(value, limits)
+                if limits
+                else table.Reading(value, "" if isinstance(value, bool) else _SWITCH)
             )
             if reading.wanted:
                 settings.problems.append(_malformed(key, entry, reading.wanted))

@@ -9,17 +9,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 import copy
-import importlib
 
 # Local
 from . import own, table
 from .chunk import fitting_chunk_size
 from .masking import show, show_name
 from .places import CONNECTOR, EXTRA, Settings
+from .plugins import PLUGINS, RDS_MODULE, plugin_problems, plugins
 from .problem import Problem
 
-#: Where the storage plugin for RDS lives.
-RDS_MODULE = "lmcache_rbln.storage_plugin.rds_backend"
 #: The problem of chunks that do not hold whole blocks.
 CHUNK_AND_BLOCK = "chunk_size, block_size"
 _RDS_PREFIX = "rds_"
@@ -27,10 +25,6 @@ _LMCACHE_PREFIX = "lmcache."
 _MAX_TOKENS = "lmcache.max_tokens_per_load"
 # Settings of which any keeps chunks somewhere.
 _TIERS = ("local_cpu", "local_disk", "remote_url")
-_PLUGINS = {
-    "storage_plugins": "storage_plugin",
-    "remote_storage_plugins": "remote_storage_plugin",
-}
 
 
 @dataclass(frozen=True)
@@ -44,15 +38,6 @@ class VllmFacts:
 
     block_size: int | None = None
     world_size: int | None = None
-
-
-def plugins(settings: Settings) -> dict[str, str | None]:
-    """Return the module of each storage plugin that is named."""
-    extra = settings.extra
-    return {
-        str(name): extra.get(f"storage_plugin.{name}.module_path")
-        for name in settings.values.get("storage_plugins") or ()
-    }
 
 
 def problems(settings: Settings, facts: VllmFacts) -> list[Problem]:
@@ -172,7 +157,7 @@ def _tiers(settings: Settings, _: VllmFacts) -> Iterator[Problem]:
             "its size in GiB",
             entry.set_to("SIZE"),
         )
-    named = [name for name in (*_TIERS, *_PLUGINS) if values[name]]
+    named = [name for name in (*_TIERS, *PLUGINS) if values[name]]
     if not named:
         yield Problem(
             "local_cpu",
@@ -180,49 +165,6 @@ def _tiers(settings: Settings, _: VllmFacts) -> Iterator[Problem]:
             "a tier",
             f"{settings.entry('local_cpu').set_to('True')}, or configure another tier",
         )
-
-
-def _storage_plugins(settings: Settings, _: VllmFacts) -> Iterator[Problem]:
-    for setting, prefix in _PLUGINS.items():
-        for name in settings.values[setting] or ():
-            module_key = f"{prefix}.{name}.module_path"
-            class_key = f"{prefix}.{name}.class_name"
-            module = settings.extra.get(module_key)
-            class_name = settings.extra.get(class_key)
-            if prefix != "storage_plugin" and module is None and class_name is None:
-                continue  # LMCache has remote backends of its own
-            problem = _import_problem(module, class_name)
-            if not problem:
-                continue
-            entry = settings.extra_entry(module_key)
-            yield Problem(
-                class_key if problem.startswith("no class") else module_key,
-                f"storage plugin {show_name(name)}: {problem}",
-                f"{show_name(module_key)} and .class_name of a class that is installed",
-                f"correct {entry.place}; LMCache would start without the plugin",
-            )
-
-
-def _import_problem(module: Any, class_name: Any) -> str:
-    if not module:
-        return "no module_path"
-    if not class_name:
-        return "no class_name"
-    if not isinstance(module, str) or not isinstance(class_name, str):
-        return "module_path or class_name is not a text"
-    shown = show(module, kind="name")
-    try:
-        imported = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        missing = error.name or ""
-        is_it = f"{module}.".startswith(f"{missing}.")
-        at_fault = "" if is_it else f": it needs {show(missing, kind='name')}"
-        return f"no module {shown}{at_fault}"
-    except Exception as error:
-        return f"module {shown} can't be imported ({type(error).__name__})"
-    if not isinstance(getattr(imported, class_name, None), type):
-        return f"no class {show(class_name, kind='name')} in {shown}"
-    return ""
 
 
 def _extra(settings: Settings, _: VllmFacts) -> Iterator[Problem]:
@@ -338,7 +280,7 @@ _RULES: tuple[_Rule, ...] = (
     _off,
     _chunk,
     _tiers,
-    _storage_plugins,
+    lambda settings, _: plugin_problems(settings),
     _extra,
     _ranks,
     _combinations,

@@ -32,6 +32,7 @@ from lmcache_rbln.integration.vllm import (
 from lmcache_rbln.integration.vllm.handover import RequestView, copied_step, view_of
 from lmcache_rbln.integration.vllm.recovery import UnloadedBlocks, roll_back
 from lmcache_rbln.settings import RECOMPUTE, Settings, require, require_parsed
+from lmcache_rbln.settings.masking import without_users
 
 if TYPE_CHECKING:
     # Third Party
@@ -178,8 +179,9 @@ class RBLNLMCacheConnectorV1(LMCacheConnectorV1Dynamic):
         if self._settings.allow_degraded:
             self._warn_degraded("; ".join(problems))
             return
+        reason = without_users("; ".join(problems))
         message = (
-            f"LMCache could not start: {'; '.join(problems)}. Fix that, or set "
+            f"LMCache could not start: {reason}. Fix that, or set "
             '"lmcache_rbln.allow_degraded": true in kv_connector_extra_config to serve '
             "without a cache"
         )
@@ -190,7 +192,7 @@ class RBLNLMCacheConnectorV1(LMCacheConnectorV1Dynamic):
         logger.warning(
             "LMCache could not start and lmcache_rbln.allow_degraded is set: serving "
             "without this cache, everything is recomputed. Reason: %s",
-            reason,
+            without_users(str(reason)),
         )
 
     # ==============================
