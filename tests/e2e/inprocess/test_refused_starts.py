@@ -31,10 +31,6 @@ def __getattr__(name):
         raise AttributeError(name)
     return _Model
 """
-HYBRID = {
-    "sliding_window": 256,
-    "layer_types": ["full_attention", "sliding_attention"],
-}
 
 
 class Launch:
@@ -47,7 +43,7 @@ class Launch:
 
     def __init__(self, runtime: Runtime, folder: Path) -> None:
         size = tiny_models.Size(max_positions=8192)
-        self.model = tiny_models.make("llama", folder / "models", size=size)
+        self.model = tiny_models.make("qwen3", folder / "models", size=size)
         env = serving_environment(runtime, folder / "cache", None)
         env |= own_machine(folder)
         env["OMP_NUM_THREADS"] = "1"
@@ -151,17 +147,6 @@ def test_direct_storage_without_rebel_rds(documented: Launch) -> None:
         own_process=True,
     )
     assert_logged("rds-without-rebel-rds", ended.log)
-
-
-def test_a_hybrid_model(documented: Launch) -> None:
-    path = documented.model / "config.json"
-    config = path.read_text()
-    path.write_text(json.dumps(json.loads(config) | HYBRID))
-    try:
-        ended = documented.refused("hybrid-model")
-    finally:
-        path.write_text(config)
-    assert_logged("hybrid-model", ended.log)
 
 
 @pytest.mark.parametrize(
