@@ -36,7 +36,6 @@ LOGGED: dict[str, tuple[str, ...]] = {
         "LMCache's chunk size is ... tokens, wanted a multiple of vLLM's block size",
     ),
     "layer-wise": ("is not supported on RBLN, wanted",),
-    "without-device-tensors": ("the KV caches are meta tensors without memory",),
     "another-device": (
         "LMCACHE_DEVICE_BACKEND=... is registered but not available on this host",
     ),

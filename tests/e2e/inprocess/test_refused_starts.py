@@ -127,13 +127,6 @@ def test_a_setting_that_cannot_work(
     assert_logged(start, documented.refused(start, env).log)
 
 
-def test_a_kv_cache_without_memory(documented: Launch) -> None:
-    """Without the warm-up, whose graphs the simulator refuses before that."""
-    env = {"VLLM_RBLN_USE_DEVICE_TENSOR": "0", "VLLM_RBLN_ENABLE_WARM_UP": "0"}
-    ended = documented.refused("without-device-tensors", env, own_process=True)
-    assert_logged("without-device-tensors", ended.log)
-
-
 def test_direct_storage_without_rebel_rds(documented: Launch) -> None:
     blocked = documented.starts.folder / "without-rds"
     blocked.mkdir()
