@@ -84,3 +84,11 @@ def test_it_imports_without_vllm_or_a_device(wheel: Path) -> None:
     )
     assert run.returncode == 0, run.stderr
     assert str(wheel) in run.stdout
+
+
+def test_vllm_is_told_of_the_request_checks(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    [name] = [n for n in archive.namelist() if n.endswith("/entry_points.txt")]
+    told = archive.read(name).decode()
+    assert "[vllm.logits_processors]" in told
+    assert "lmcache_rbln.integration.vllm.request_checks:RequestChecks" in told

@@ -36,9 +36,9 @@ LOGGED: dict[str, tuple[str, ...]] = {
         "LMCache's chunk size is ... tokens, wanted a multiple of vLLM's block size",
     ),
     "layer-wise": ("is not supported on RBLN, wanted",),
-    "hybrid-model": ("hybrid models are not supported",),
-    "without-device-tensors": ("the KV caches are meta tensors without memory",),
-    "another-device": ("LMCache runs on ... in this worker, wanted 'rbln'",),
+    "another-device": (
+        "LMCACHE_DEVICE_BACKEND=... is registered but not available on this host",
+    ),
     "no-tier": ("no storage tier is on",),
     "too-small-a-tier": ("the CPU tier has ... bytes, wanted ... for one chunk",),
     "broken-plugin": (

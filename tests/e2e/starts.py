@@ -72,7 +72,7 @@ class Starts:
     """
 
     def __init__(
-        self, env: Mapping[str, str], folder: Path, timeout_s: float = 600.0
+        self, env: Mapping[str, str], folder: Path, timeout_s: float = 300.0
     ) -> None:
         self.env = dict(env)
         self.folder = folder

@@ -31,12 +31,6 @@ def __getattr__(name):
         raise AttributeError(name)
     return _Model
 """
-HYBRID = {
-    "use_sliding_window": True,
-    "sliding_window": 256,
-    "max_window_layers": 1,
-    "layer_types": ["full_attention", "sliding_attention"],
-}
 
 
 class Launch:
@@ -80,7 +74,8 @@ class Launch:
             ended = self.starts.run(["vllm", "serve", *arguments], env)
         else:
             ended = self.starts.vllm_serve(start, arguments, env)
-        assert ended.status != 0, ended.log
+        # Neither 0, nor a signal: an abort, or the end of one that hung.
+        assert ended.status == 1, f"{ended.status}: {ended.log}"
         return ended
 
 
@@ -132,13 +127,6 @@ def test_a_setting_that_cannot_work(
     assert_logged(start, documented.refused(start, env).log)
 
 
-def test_a_kv_cache_without_memory(documented: Launch) -> None:
-    ended = documented.refused(
-        "without-device-tensors", {"VLLM_RBLN_USE_DEVICE_TENSOR": "0"}, own_process=True
-    )
-    assert_logged("without-device-tensors", ended.log)
-
-
 def test_direct_storage_without_rebel_rds(documented: Launch) -> None:
     blocked = documented.starts.folder / "without-rds"
     blocked.mkdir()
@@ -152,17 +140,6 @@ def test_direct_storage_without_rebel_rds(documented: Launch) -> None:
         own_process=True,
     )
     assert_logged("rds-without-rebel-rds", ended.log)
-
-
-def test_a_hybrid_model(documented: Launch) -> None:
-    path = documented.model / "config.json"
-    config = path.read_text()
-    path.write_text(json.dumps(json.loads(config) | HYBRID))
-    try:
-        ended = documented.refused("hybrid-model")
-    finally:
-        path.write_text(config)
-    assert_logged("hybrid-model", ended.log)
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,8 @@ _MODES = ("auto", "engine_driven")
 _RBLN = "lmcache.v1.platform.devices.rbln"
 # Where the backend reads its own variables; each raises ValueError for a bad one.
 _BACKEND_READERS = {
-    "LMCACHE_RBLN_STAGING_MIB": (f"{_RBLN}.staging", "staging_buffers_setting"),
-    "LMCACHE_RBLN_TRANSPOSE_THREADS": (f"{_RBLN}.host_transpose", "transpose_threads"),
+    "LMCACHE_RBLN_STAGING_MIB": (f"{_RBLN}.settings", "staging_mib"),
+    "LMCACHE_RBLN_TRANSPOSE_THREADS": (f"{_RBLN}.settings", "transpose_threads"),
     "LMCACHE_RBLN_KV_LAYOUT": (
         "lmcache.v1.gpu_connector.kv_format.detectors.vllm_rbln",
         "_axis_setting",
@@ -178,11 +178,11 @@ def _of_environment(environment: Mapping[str, str]) -> Iterator[Problem]:
         if variable not in environment:
             continue
         try:
-            reader = getattr(importlib.import_module(module), function)
-        except (ImportError, AttributeError):
+            readers = importlib.import_module(module)
+        except ImportError:
             continue  # LMCache without the RBLN backend
         try:
-            reader()
+            getattr(readers, function)()
         except ValueError as error:
             value = environment[variable].strip()
             shown = show(value, kind="number")

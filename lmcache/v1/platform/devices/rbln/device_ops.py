@@ -236,7 +236,7 @@ def _require_chunks(
     """Refuse chunks that do not hold this KV cache's tokens in host memory."""
     block_size = geometry.block_size
     if chunk_size <= 0 or chunk_size % block_size:
-        fitting = max(1, round(chunk_size / block_size)) * block_size
+        fitting = max(1, -(-chunk_size // block_size)) * block_size
         raise ValueError(
             f"block_size={block_size} but chunk size {chunk_size} is not a positive "
             f"multiple; start the server with --chunk-size {fitting}"

@@ -209,7 +209,7 @@ class StagingArena:
 
     def _make_buffers(self, indices: list[int]) -> list[torch.Tensor]:
         """Return the buffers of a grant, made where they are missing."""
-        made = []
+        made: list[torch.Tensor] = []
         for index in indices:
             buffer = self._buffers[index]
             if buffer is None:

@@ -338,7 +338,7 @@ def test_sequences_that_make_their_items_on_the_fly(good: dict[str, Any]) -> Non
         def __len__(self) -> int:
             return 2
 
-        def __getitem__(self, index: int) -> torch.Tensor:
+        def __getitem__(self, index: Any) -> Any:
             if index > 1:
                 raise IndexError
             return torch.ones(CASE.layer_shape, dtype=CASE.dtype)
