@@ -24,7 +24,7 @@ import torch
 # First Party
 from sim.tests.doubles.addresses import CallRefusedError
 from sim.tests.doubles.bugs import CRASHED, DIFFERS, REFUSED, Bug
-from sim.tests.doubles.scenarios import FAULTS, SCENARIOS, WrongBytesError
+from sim.tests.doubles.scenarios import SCENARIOS, WrongBytesError
 
 TIME_LIMIT_S = 300
 RIGHT, BROKEN = "right", "broken"
@@ -74,7 +74,7 @@ def start(number: int, run: dict[str, Any], folder: Path) -> int:
         signal.alarm(TIME_LIMIT_S)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         os.environ["RBLN_SIM_DEFERRED"] = run["deferred"]
-        os.environ["RBLN_SIM_FAULTS"] = FAULTS.get(run["scenario"], "")
+        os.environ["RBLN_SIM_FAULTS"] = run["faults"]
         os.environ["RBLN_SIM_STATE_DIR"] = str(folder / f"{number}.npus")
         log = os.open(folder / f"{number}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(log, 1)

@@ -12,9 +12,10 @@ import sys
 
 # First Party
 from rbln_sim.pytest_plugin import machine_environment
-from sim.tests.doubles.scenarios import FAULTS
 
 REPO = Path(__file__).resolve().parents[3]
+# RBLN_SIM_FAULTS of a scenario.
+FAULTS = {"failing store": "fail:d2h:2"}
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,8 @@ def run_all(runs: Sequence[Run], folder: Path) -> list[Outcome]:
     """
     environment = machine_environment(folder, devices=2)
     runs_file, outcomes_file = folder / "runs.json", folder / "outcomes.json"
-    runs_file.write_text(json.dumps([asdict(run) for run in runs]))
+    requests = [asdict(run) | {"faults": FAULTS.get(run.scenario, "")} for run in runs]
+    runs_file.write_text(json.dumps(requests))
     support = REPO / "tests" / "support"
     environment["PYTHONPATH"] += f"{os.pathsep}{support}"
     done = subprocess.run(

@@ -28,8 +28,6 @@ LAYERS, BLOCKS, SLOTS, WIDTH = 2, 8, 2, 16
 # The ones that the forward writes last, and not in order.
 STORED = (7, 5, 6)
 OTHERS = (0, 2, 1)
-# RBLN_SIM_FAULTS of a scenario.
-FAULTS = {"failing store": "fail:d2h:2"}
 
 
 class WrongBytesError(AssertionError):
