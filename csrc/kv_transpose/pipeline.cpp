@@ -4,6 +4,7 @@
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/Exceptions.h>
 
 #include <algorithm>
 #include <chrono>
@@ -221,6 +222,12 @@ void wait_or_ask(c10::Event& event) {
   while (!event.query()) std::this_thread::sleep_for(kAskAgain);
 }
 
+/// Keeps an error of Python with its exception. Where it stays the interpreter's, other
+/// Python code fails because of it.
+void take_from_python(std::exception& failure) {
+  if (auto* error = dynamic_cast<python_error*>(&failure)) error->persist();
+}
+
 /// Waits until nothing is in flight on the stream and it has no failure to report, so
 /// that the next transfer is not told of this one's. Returns whether that is so.
 ///
@@ -237,8 +244,9 @@ bool drain(const Transfer& transfer) {
       behind.record(stream);
       wait_or_ask(behind);
       return true;
-    } catch (const std::exception&) {
+    } catch (std::exception& failure) {
       // The old failure, or another one.
+      take_from_python(failure);
     }
   }
   return false;
@@ -394,7 +402,8 @@ void run_on_stream(Pipeline& pipeline, const Transfer& transfer) {
     const c10::StreamGuard current(stream);
     transfer.in_place ? pipeline.run_in_place() : pipeline.run();
     begun.wait();
-  } catch (const std::exception& failure) {
+  } catch (std::exception& failure) {
+    take_from_python(failure);
     if (drain(transfer)) throw;
     throw NotDrained(failure.what());
   }

@@ -26,6 +26,7 @@ from kv_reference import (
 )
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # First Party
 from lmcache import kv_transpose
@@ -50,6 +51,23 @@ def arena(monkeypatch: pytest.MonkeyPatch) -> Iterator[StagingArena]:
     small.close()
 
 
+class FailAt(TorchDispatchMode):
+    """Makes the device copy of the ``count``-th piece fail, after real ones."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self._left = count
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten._foreach_copy_.default:
+            self._left -= len(args[0])
+            if self._left <= 0:
+                raise RuntimeError("planted")
+        return func(*args, **(kwargs or {}))
+
+
 def whole_capacity(arena: StagingArena) -> None:
     """Show that all buffers can be leased."""
     assert arena.in_use() == (0, 0)
@@ -59,6 +77,28 @@ def whole_capacity(arena: StagingArena) -> None:
         assert len({buffer.data_ptr() for buffer in lease.buffers}) == BUFFERS
     finally:
         arena.release(lease)
+
+
+@pytest.mark.parametrize("to_chunks", [True, False])
+@pytest.mark.parametrize("count", [1, 2, 5, 8])
+def test_a_failed_transfer_is_drained_and_gives_its_buffers_back(
+    arena: StagingArena, to_chunks: bool, count: int
+) -> None:
+    layers = [random_bits(CASE.layer_shape, CASE.dtype, i) for i in range(8)]
+    device_layers = [upload(layer, "rbln:0") for layer in layers]
+    chunk = random_bits(CASE.chunk_shape(128), CASE.dtype, 9)
+    with pytest.raises(RuntimeError, match="planted"), FailAt(count):
+        transfer(CASE, to_chunks, device_layers, [chunk], [2], 128)
+    for lane in arena._lanes:
+        assert all(stream.query() for stream in lane.streams.values())
+    whole_capacity(arena)
+    # The next transfer through the same buffers is right.
+    device_layers = [upload(layer, "rbln:0") for layer in layers]
+    wanted = [torch.zeros_like(chunk)]
+    got = [torch.zeros_like(chunk)]
+    move(CASE, True, layers, wanted, [1], 128)
+    transfer(CASE, True, device_layers, got, [1], 128)
+    assert_same_bytes(got, wanted)
 
 
 def not_drained(**_: object) -> None:
