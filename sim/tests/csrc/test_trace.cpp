@@ -46,11 +46,13 @@ TEST(a_line_is_an_object) {
   CHECK_EQ(lines[0], "{\"pid\": " + pid +
                          ", \"thread\": 71, \"kind\": \"d2h\", \"bytes\": 4096, "
                          "\"descriptors\": 1, \"device\": 0, \"stream\": 2, "
-                         "\"via\": \"link\", \"begin\": 1200, \"end\": 1950}");
+                         "\"via\": \"link\", \"begin\": 1200, \"end\": 1950, "
+                         "\"failed\": false}");
   CHECK_EQ(lines[1], "{\"pid\": " + pid +
                          ", \"thread\": 72, \"kind\": \"wait\", \"bytes\": 0, "
                          "\"descriptors\": 0, \"device\": 1, \"stream\": null, "
-                         "\"via\": null, \"begin\": 3, \"end\": 4}");
+                         "\"via\": null, \"begin\": 3, \"end\": 4, "
+                         "\"failed\": false}");
   CHECK(lines[2].find("\"via\": \"host\", \"begin\": 5") != std::string::npos);
   CHECK(lines[3].find("\"via\": \"hidden\", \"begin\": 5") != std::string::npos);
 }

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 import logging
+import os
 import threading
 
 # Third Party
@@ -306,7 +307,13 @@ def test_a_limit_on_loads_behind_a_cached_prefix(
     made: Any = RBLNLMCacheConnectorV1.__new__(RBLNLMCacheConnectorV1)
     made._lmcache_engine, made._views = implementation, {}
     request: Any = SimpleNamespace(
-        request_id="r", num_tokens=1024, kv_transfer_params=None
+        request_id="r",
+        num_tokens=1024,
+        kv_transfer_params=None,
+        cache_salt=None,
+        lora_request=None,
+        prompt_embeds=None,
+        skip_reading_prefix_cache=False,
     )
     tokens, later = made.get_num_new_matched_tokens(request, computed)
     assert (tokens, later) == (wanted, False)
@@ -363,6 +370,21 @@ def test_the_end_of_the_process_shuts_open_connectors_down_once() -> None:
     made.shutdown()
     assert made._lmcache_engine.closed == [True]
     assert made not in connector._open
+
+
+def test_a_forked_child_leaves_its_parent_s_connectors_alone() -> None:
+    # First Party
+    from lmcache_rbln.integration.vllm import connector
+
+    made = connector_over(Manager(True, ["Plugin"]), False)
+    connector._open.add(made)
+    child = os.fork()
+    if child == 0:
+        connector._shut_down_open_connectors()
+        os._exit(len(made._lmcache_engine.closed))
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    connector._open.discard(made)
 
 
 def test_an_open_connector_is_not_kept_alive() -> None:

@@ -39,16 +39,16 @@ def request(status: str = "RUNNING", computed: int = 41, in_flight: int = 1) -> 
 
 
 def rolled_back(
-    requests: dict[str, Any], blocks: dict[str, list[int]], invalid: set[int]
+    requests: dict[str, Any],
+    blocks: dict[str, list[int]],
+    invalid: set[int],
+    given_up: list[list[int]] | None = None,
 ) -> set[int]:
     # First Party
     from lmcache_rbln.integration.vllm.recovery import roll_back
 
     pool: Any = Blocks()
-    trackers: Any = {
-        name: SimpleNamespace(allocated_block_ids=ids) for name, ids in blocks.items()
-    }
-    roll_back(requests, trackers, invalid, 10, pool)
+    roll_back(requests, blocks, given_up or [], invalid, 10, pool)
     return pool.evicted
 
 
@@ -80,9 +80,76 @@ def test_what_was_not_computed_is_not_called_computed() -> None:
 def test_others_are_left_alone(status: str) -> None:
     other, untouched = request(status), request()
     blocks = {"a": [5], "b": [6], "gone": [5]}
-    assert rolled_back({"a": other, "b": untouched}, blocks, {5}) == set()
+    # The block and what may stand behind it are no prefix of anybody's any more.
+    assert rolled_back({"a": other, "b": untouched}, blocks, {5}) == {5}
     assert vars(other) == vars(request(status))
     assert vars(untouched) == vars(request())
+
+
+def test_prefixes_of_requests_that_ended_meanwhile_go_too() -> None:
+    """A client hangs up while its load fails; its tracker may be gone as well."""
+    evicted = rolled_back({}, {"preempted": [1, 5, 9]}, {5}, [[4, 5, 6], [7, 8]])
+    assert evicted == {5, 9, 6}
+
+
+@pytest.mark.parametrize("ends", ["aborted", "aborted a step ago", "preempted"])
+def test_nobody_hits_a_block_that_was_never_loaded(ends: str) -> None:
+    """With vLLM's own block pool and prefix cache."""
+    # Third Party
+    from vllm import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+    )
+    from vllm.v1.request import Request, RequestStatus
+
+    # First Party
+    from lmcache_rbln.integration.vllm.recovery import roll_back
+
+    size = 16
+    init_none_hash(sha256)
+    spec = FullAttentionSpec(
+        block_size=size, num_kv_heads=1, head_size=8, dtype=torch.float32
+    )
+    manager = KVCacheManager(
+        KVCacheConfig(20, [], [KVCacheGroupSpec(["layer"], spec)]),
+        max_model_len=512,
+        scheduler_block_size=size,
+        hash_block_size=size,
+        enable_caching=True,
+    )
+
+    def new(name: str) -> Request:
+        return Request(
+            name,
+            list(range(70)),
+            SamplingParams(max_tokens=9),
+            None,
+            block_hasher=get_request_block_hasher(size, sha256),
+        )
+
+    first = new("first")
+    found = manager.get_computed_blocks(first)[0]
+    manager.allocate_slots(
+        first,
+        6,
+        num_new_computed_tokens=0,
+        new_computed_blocks=found,
+        num_external_computed_tokens=64,
+    )
+    [blocks] = manager.get_block_ids("first")
+    status = "PREEMPTED" if ends == "preempted" else "FINISHED_ABORTED"
+    first.status = RequestStatus[status]
+    manager.free(first)
+    held = {} if ends == "aborted a step ago" else {"first": list(blocks)}
+    given_up = [list(blocks)] if ends == "aborted a step ago" else []
+    roll_back({}, held, given_up, set(blocks[1:3]), size, manager)
+    hit = manager.get_computed_blocks(new("second"))[1]
+    assert hit <= size
 
 
 def test_blocks_stay_unloaded_until_the_scheduler_knows() -> None:

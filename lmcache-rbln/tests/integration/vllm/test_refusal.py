@@ -72,8 +72,9 @@ def test_nothing_is_said_of_other_failures(tmp_path: Path) -> None:
 def test_a_refusal_in_the_front_process_is_its_own_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / f"lmcache-rbln-refusal-{os.getpid()}"
+    path = tmp_path / "reason"
     monkeypatch.setenv(refusal.VARIABLE, str(path))
+    monkeypatch.setattr(refusal, "_front", os.getpid())
     refusal.leave(ValueError("seen by the caller"))
     assert not path.exists()
 
@@ -81,9 +82,35 @@ def test_a_refusal_in_the_front_process_is_its_own_error(
 def test_a_file_of_somebody_else_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "lmcache-rbln-refusal-1"
+    path = tmp_path / "reason"
     (tmp_path / "theirs").write_text("theirs")
     path.symlink_to(tmp_path / "theirs")
     monkeypatch.setenv(refusal.VARIABLE, str(path))
+    monkeypatch.setattr(refusal, "_front", None)
     refusal.leave(ValueError("mine"))
     assert path.read_text() == "theirs"
+
+
+def test_the_folder_is_private_and_new_for_each_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pid is used again, in a container after each restart."""
+    monkeypatch.setattr(refusal.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(refusal.atexit, "register", lambda *_: None)
+    monkeypatch.setenv(refusal.VARIABLE, "")
+    folders = []
+    for _ in range(2):
+        monkeypatch.setattr(refusal, "_front", None)
+        refusal.announce_in_front_process()
+        folders.append(Path(os.environ[refusal.VARIABLE]).parent)
+    assert folders[0] != folders[1]
+    assert all(folder.stat().st_mode & 0o777 == 0o700 for folder in folders)
+
+
+def test_a_reason_that_is_no_text_ends_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(refusal.logging, "disable", lambda: None)
+    (tmp_path / "reason").write_bytes(b"caf\xe9")
+    refusal._announce(tmp_path, os.getpid())
+    assert not tmp_path.exists()

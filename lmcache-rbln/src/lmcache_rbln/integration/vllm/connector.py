@@ -5,8 +5,10 @@
 from __future__ import annotations
 
 # Standard
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+import itertools
 import os
 import threading
 import weakref
@@ -51,6 +53,9 @@ logger = init_logger(__name__)
 
 refusal.announce_in_front_process()
 
+#: Steps that vLLM may have scheduled when it learns of a load that failed, and more.
+_STEPS_UNREPORTED = 4
+
 #: Connectors that have not been shut down.
 _open: weakref.WeakSet[RBLNLMCacheConnectorV1] = weakref.WeakSet()
 
@@ -65,6 +70,8 @@ def _shut_down_open_connectors() -> None:
 # both, also in a forked process, while threads can still be started and joined; nothing
 # public does.
 threading._register_atexit(_shut_down_open_connectors)
+# What a forked child inherits, its parent goes on with.
+os.register_at_fork(after_in_child=_open.clear)
 
 
 @dataclass
@@ -133,6 +140,9 @@ class RBLNLMCacheConnectorV1(LMCacheConnectorV1Dynamic):
         #: Requests that ended between their lookup and their first step.
         self._dropped_lookups: list[str] = []
         self._recovered_blocks: list[int] = []
+        #: Blocks of the requests that ended in each of the last steps: a load that
+        #: failed is reported behind the next step.
+        self._given_up: deque[list[list[int]]] = deque([[]], maxlen=_STEPS_UNREPORTED)
         #: Requests until they end; ``None`` for one that LMCache does not see.
         self._views: dict[str, RequestView | None] = {}
         self._unloaded = UnloadedBlocks(vllm_config.cache_config.block_size)
@@ -357,6 +367,7 @@ class RBLNLMCacheConnectorV1(LMCacheConnectorV1Dynamic):
         Returns:
             What the workers load, store and release.
         """
+        self._given_up.append([])
         step = copied_step(scheduler_output, self._views)
         metadata = super().build_connector_meta(step)
         assert isinstance(metadata, LMCacheConnectorMetadata)
@@ -371,15 +382,23 @@ class RBLNLMCacheConnectorV1(LMCacheConnectorV1Dynamic):
             connector_output: Names the blocks that could not be loaded.
         """
         invalid = connector_output.invalid_block_ids
-        if invalid and self._settings.load_failure_policy == RECOMPUTE:
-            roll_back(
-                {name: view.request for name, view in self._views.items() if view},
-                self._lmcache_engine._request_trackers,
-                invalid,
-                self._lmcache_engine._block_size,
-                getattr(self, "_kv_cache_manager", None),
-            )
-            self._recovered_blocks += invalid
+        if not invalid:
+            return
+        transfer_config = self._vllm_config.kv_transfer_config
+        assert transfer_config is not None
+        views: dict[str, RequestView | None] = {}
+        if transfer_config.kv_load_failure_policy == RECOMPUTE:
+            views = self._views
+        trackers = self._lmcache_engine._request_trackers
+        roll_back(
+            {name: view.request for name, view in views.items() if view},
+            {name: t.allocated_block_ids for name, t in trackers.items()},
+            itertools.chain.from_iterable(self._given_up),
+            invalid,
+            self._lmcache_engine._block_size,
+            getattr(self, "_kv_cache_manager", None),
+        )
+        self._recovered_blocks += invalid
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -394,6 +413,7 @@ class RBLNLMCacheConnectorV1(LMCacheConnectorV1Dynamic):
             Whether its blocks must be kept, and parameters for its answer.
         """
         request_id = request.request_id
+        self._given_up[-1].append(list(block_ids))
         view: Any = self._views.pop(request_id, None)
         if view is None:
             return False, None

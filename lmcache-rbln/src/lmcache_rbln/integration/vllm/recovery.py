@@ -11,7 +11,7 @@ in its prefix cache; and LMCache would store chunks computed on them.
 from __future__ import annotations
 
 # Standard
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 # Third Party
@@ -26,34 +26,43 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     # First Party
-    from lmcache.integration.vllm.vllm_v1_adapter import ReqMeta, RequestTracker
+    from lmcache.integration.vllm.vllm_v1_adapter import ReqMeta
 
 logger = init_logger(__name__)
 
 
 def roll_back(
     requests: Mapping[str, Request],
-    trackers: Mapping[str, RequestTracker],
+    held: Mapping[str, Sequence[int]],
+    given_up: Iterable[Sequence[int]],
     invalid_blocks: set[int],
     block_size: int,
     kv_cache_manager: KVCacheManager | None,
 ) -> None:
     """Make the scheduler recompute every request over blocks that were not loaded.
 
+    What an unloaded block and those behind it stand for in vLLM's prefix cache goes in
+    any case: a request that was aborted or preempted meanwhile leaves them there.
+
     Args:
-        requests: Unfinished requests by id.
-        trackers: LMCache's record of each request's blocks.
+        requests: Those to compute again, by id.
+        held: Blocks of each request, in the order of its tokens, by id.
+        given_up: The same of requests that have ended since the load.
         invalid_blocks: Blocks that a load left without their KV.
         block_size: Tokens per block.
         kv_cache_manager: The scheduler's, to forget the blocks' prefixes.
     """
-    for request_id, tracker in trackers.items():
+    spoilt = set(invalid_blocks)
+    for blocks in (*held.values(), *given_up):
+        spoilt.update(blocks[_first_of(invalid_blocks, blocks) :])
+    if kv_cache_manager is not None:
+        kv_cache_manager.evict_blocks(spoilt)
+    for request_id, blocks in held.items():
         request = requests.get(request_id)
         if request is None or request.status != RequestStatus.RUNNING:
             continue
-        blocks = tracker.allocated_block_ids
-        first = next((i for i, b in enumerate(blocks) if b in invalid_blocks), None)
-        if first is None:
+        first = _first_of(invalid_blocks, blocks)
+        if first == len(blocks):
             continue
         request.num_computed_tokens = min(
             request.num_computed_tokens, first * block_size
@@ -63,8 +72,12 @@ def roll_back(
         request.drop_stale_output = True
         request.num_output_placeholders = 0
         request.spec_token_ids = []
-        if kv_cache_manager is not None:
-            kv_cache_manager.evict_blocks(set(blocks[first:]))
+
+
+def _first_of(invalid_blocks: set[int], blocks: Sequence[int]) -> int:
+    """Return the place of the first block without its KV, or behind the last."""
+    places = (i for i, block in enumerate(blocks) if block in invalid_blocks)
+    return next(places, len(blocks))
 
 
 class UnloadedBlocks:

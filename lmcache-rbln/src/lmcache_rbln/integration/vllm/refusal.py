@@ -14,6 +14,7 @@ import atexit
 import logging
 import multiprocessing
 import os
+import shutil
 import tempfile
 
 # First Party
@@ -25,6 +26,9 @@ logger = init_logger(__name__)
 VARIABLE = "LMCACHE_RBLN_REFUSAL_FILE"
 _PREFIX = "lmcache-rbln-refusal-"
 
+#: This process, if it is the one that logs refusals.
+_front: int | None = None
+
 
 def announce_in_front_process() -> None:
     """Let this process log a refusal when it ends, if it is the front process.
@@ -32,13 +36,14 @@ def announce_in_front_process() -> None:
     vLLM starts the others with multiprocessing. A program that vLLM did not start is a
     front process of its own, whatever it inherited.
     """
-    path = Path(tempfile.gettempdir(), f"{_PREFIX}{os.getpid()}")
-    if multiprocessing.parent_process() is not None:
+    global _front
+    if multiprocessing.parent_process() is not None or _front == os.getpid():
         return
-    if os.environ.get(VARIABLE) == str(path):
-        return
-    os.environ[VARIABLE] = str(path)
-    atexit.register(_announce, path, os.getpid())
+    _front = os.getpid()
+    # Nobody else can put anything there.
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+    os.environ[VARIABLE] = str(folder / "reason")
+    atexit.register(_announce, folder, _front)
 
 
 def leave(error: Exception) -> None:
@@ -50,25 +55,25 @@ def leave(error: Exception) -> None:
         error: What the connector raises.
     """
     path = os.environ.get(VARIABLE)
-    if path is None or path.endswith(f"{_PREFIX}{os.getpid()}"):
+    if path is None or _front == os.getpid():
         return
     try:
-        # Not a file that somebody else has put there.
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError:
         return
-    with open(descriptor, "w") as file:
+    with open(descriptor, "w", encoding="utf-8", errors="replace") as file:
         file.write(" ".join(str(error).split()))
 
 
-def _announce(path: Path, pid: int) -> None:
-    if os.getpid() != pid:  # forked, and ended by itself
+def _announce(folder: Path, process: int) -> None:
+    if os.getpid() != process:  # forked, and ended by itself
         return
     try:
-        reason = path.read_text()
-        path.unlink()
+        reason = (folder / "reason").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return
-    # What other packages still log while the process ends must not follow it.
-    logger.error("LMCache refused to start: %s", reason)
-    logging.disable()
+        reason = ""
+    shutil.rmtree(folder, ignore_errors=True)
+    if reason:
+        # What other packages still log while the process ends must not follow it.
+        logger.error("LMCache refused to start: %s", reason)
+        logging.disable()
