@@ -30,7 +30,7 @@ def test_holds_our_files_and_the_pin(sdist: Path, checkout: Checkout) -> None:
     with tarfile.open(sdist) as archive:
         names = {n.removeprefix(f"{TOP}/") for n in archive.getnames() if n != TOP}
     top_files = {name for name in names if "/" not in name}
-    folders = ("csrc", "lmcache", "requirements", "setup_extensions")
+    folders = ("csrc", "lmcache", "patches", "requirements", "setup_extensions")
     tracked = {name for folder in folders for name in checkout.files(folder)}
 
     assert top_files >= {"setup.py", "pyproject.toml", "upstream.toml", "LICENSE"}

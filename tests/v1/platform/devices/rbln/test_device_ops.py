@@ -250,7 +250,7 @@ def test_a_descriptor_that_disagrees_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "hint"), [(0, 4), (-4, 4), (6, 8), (2, 4), (3, 4), (9, 8)]
+    ("size", "hint"), [(0, 4), (-4, 4), (6, 8), (2, 4), (3, 4), (9, 12)]
 )
 def test_chunk_sizes_that_are_no_multiple_are_refused(size: int, hint: int) -> None:
     Call().refuses(
