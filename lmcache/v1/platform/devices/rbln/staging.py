@@ -8,7 +8,7 @@ waiting cannot deadlock.
 
 What is free is never counted, but follows from the leases there are. A lease ends with
 one store to :attr:`Lease.ended`. So nothing is lost where an interrupt strikes: the
-next one who comes or goes sees that it has ended.
+next one who comes, goes, or waits sees that it has ended.
 """
 
 # Future
@@ -20,6 +20,7 @@ import atexit
 import functools
 import os
 import threading
+import time
 
 # Third Party
 import torch
@@ -38,6 +39,14 @@ MAX_LEASES = 8
 #: torch-rbln has 32 streams of a device, and gives them out one after the other.
 _STREAM_POOL = 32
 _PROBE_BYTES = 64
+#: Probes that fail before the device counts as lost; as in the native transfer.
+_MAX_PROBES = 64
+#: Who waits looks that often, in seconds, whether anything has come back.
+_LOOK_AGAIN_S = 0.02
+_ASK_AGAIN_S = 0.001
+#: Where failed transfers hold everything, others wait that long, in seconds, for the
+#: device to become idle.
+IDLE_WAIT_S = 1.0
 
 
 #: Host and device memory, alike.
@@ -83,9 +92,9 @@ class Lease:
         self.probe: Probe | None = None
         # Behind a probe that was issued to see whether the stream is idle.
         self.probed: Any = None
+        self.probing_lock = threading.Lock()
         self.busy = False
         self.ended = False
-        self.failure: Exception | None = None
         # Indices of its buffers, and the lane: one store makes it granted.
         self.grant: tuple[Lane, list[int]] | None = None
         self.waiting = threading.Lock()
@@ -117,15 +126,14 @@ class StagingArena:
             device: Device of the transfer.
 
         Raises:
-            RuntimeError: If copies that failed may still use all staging, or no buffer
-                can be made.
+            RuntimeError: If copies that failed may still use all staging, also after
+                ``IDLE_WAIT_S``, or no buffer can be made.
         """
+        self.look()
         with self._lock:
             self._leases.append(lease)
             self._serve()
-        lease.waiting.acquire()
-        if lease.failure is not None:
-            raise lease.failure
+        self._wait(lease)
         assert lease.grant is not None
         lease.lane, indices = lease.grant
         if supports_async_copies():
@@ -153,6 +161,17 @@ class StagingArena:
         """Take back what leases no longer use, and serve those who wait."""
         with self._lock:
             self._serve()
+            undrained = [lease for lease in self._leases if lease.ended]
+        # Not under the lock: the driver may let a probe wait.
+        for lease in undrained:
+            # Who asks already is not waited for.
+            if not lease.probing_lock.locked():
+                with lease.probing_lock:
+                    if lease.busy and _is_idle(lease):
+                        lease.busy = False
+        if undrained:
+            with self._lock:
+                self._serve()
 
     def in_use(self) -> tuple[int, int]:
         """Return how many leases there are: under way, and ended but not drained."""
@@ -169,32 +188,48 @@ class StagingArena:
                 lane.collectors.clear()
                 lane.probes.clear()
 
+    def _wait(self, lease: Lease) -> None:
+        """Wait until a lease is granted.
+
+        Raises:
+            RuntimeError: Nobody is under way who could give anything back, and the
+                device did not become idle.
+        """
+        hoped = time.monotonic()
+        # Who ends a lease may be interrupted before he serves the next one.
+        while not lease.waiting.acquire(timeout=_LOOK_AGAIN_S):
+            self.look()
+            with self._lock:
+                under_way = any(
+                    other.grant and not other.ended for other in self._leases
+                )
+                ended = sum(other.ended for other in self._leases)
+            if under_way:
+                hoped = time.monotonic()
+            elif time.monotonic() - hoped > IDLE_WAIT_S:
+                raise RuntimeError(
+                    f"all staging of RBLN transfers is held by {ended} that failed, "
+                    "whose copies are not known to have ended; it comes back when the "
+                    "device is idle. If it never is, the device is lost: restart the "
+                    "process"
+                )
+
     def _serve(self) -> None:
-        """As :meth:`look`; the lock is held."""
-        for lease in list(self._leases):
-            if lease.ended and not (lease.busy and not _is_idle(lease)):
-                self._leases.remove(lease)
+        """Remove leases that hold nothing, and grant what is free; the lock is held."""
+        self._leases = [
+            lease for lease in self._leases if lease.busy or not lease.ended
+        ]
         for lease in self._leases:
             if lease.ended:
                 continue
-            if lease.grant is None and lease.failure is None:
+            if lease.grant is None:
                 lease.grant = self._free(lease.want)
-                if lease.grant is None and not self._any_under_way():
-                    lease.failure = RuntimeError(
-                        f"all staging of RBLN transfers is held by {len(self._leases)} "
-                        "that failed, whose copies are not known to have ended; it "
-                        "comes back when the device is idle. If it never is, the "
-                        "device is lost: restart the process"
-                    )
-            if lease.grant is None and lease.failure is None:
+            if lease.grant is None:
                 # Those behind wait for their turn.
                 break
             # Whoever was woken does not look at it again.
             if lease.waiting.locked():
                 lease.waiting.release()
-
-    def _any_under_way(self) -> bool:
-        return any(lease.grant and not lease.ended for lease in self._leases)
 
     def _free(self, want: int) -> tuple[Lane, list[int]] | None:
         """Return a free lane and buffers, those made first; the lock is held."""
@@ -293,6 +328,29 @@ def _is_idle(lease: Lease) -> bool:
         # The old failure, or the device is lost: the next one asks again.
         lease.probed = None
     return False
+
+
+def drain(lease: Lease) -> None:
+    """Wait until nothing is in flight on a lease's stream; it is not busy any more.
+
+    It stays busy if too many probes fail.
+
+    Args:
+        lease: A lease under way.
+    """
+    failed = 0
+    while failed < _MAX_PROBES:
+        if _is_idle(lease):
+            lease.busy = False
+            return
+        if lease.probed is None:
+            failed += 1
+            continue
+        try:
+            lease.probed.synchronize()
+        except RuntimeError:
+            # The old failure, or the wait itself failed: only asking is left.
+            time.sleep(_ASK_AGAIN_S)
 
 
 def make_probe(device: torch.device) -> Probe:

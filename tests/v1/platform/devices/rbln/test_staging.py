@@ -219,8 +219,15 @@ class Device:
     """Stands in for a device whose streams do what a test says."""
 
     def __init__(self) -> None:
-        #: What the next questions are answered with; then: idle.
+        #: What the next questions are answered with; then: whether it is idle.
         self.answers: list[bool | Exception] = []
+        self.idle = True
+        #: What waits end with.
+        self.waits: list[Exception] = []
+        #: Holds up who issues a copy.
+        self.submits = threading.Event()
+        self.submits.set()
+        self.submitting = 0
         self.given = itertools.cycle(range(1, staging._STREAM_POOL + 1))
         self.current = 0
 
@@ -234,6 +241,8 @@ class Device:
         return MagicMock(device=device, stream_id=self.current)
 
     def stream(self, _: Any) -> Any:
+        self.submitting += 1
+        assert self.submits.wait(LIMIT_S)
         return MagicMock()
 
     def Event(self) -> Any:  # noqa: N802
@@ -243,10 +252,14 @@ class Device:
         return None
 
     def query(self) -> bool:
-        answer = self.answers.pop(0) if self.answers else True
+        answer = self.answers.pop(0) if self.answers else self.idle
         if isinstance(answer, Exception):
             raise answer
         return answer
+
+    def synchronize(self) -> None:
+        if self.waits:
+            raise self.waits.pop(0)
 
 
 @pytest.fixture
@@ -276,24 +289,94 @@ def test_what_is_not_drained_comes_back_when_its_stream_is_idle(npu: Device) -> 
         assert len(lease.buffers) == 2
 
 
-def test_where_all_is_held_by_failed_copies_it_is_said_at_once(npu: Device) -> None:
+def test_where_all_is_held_by_failed_copies_it_is_said(
+    npu: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "IDLE_WAIT_S", 0.05)
+    # Who asks is not one of those that hold it.
+    said = "held by 1 that failed.*comes back when the device is idle"
     arena = StagingArena(1, 1)
     with ThreadPoolExecutor(1) as executor:
         with leased(arena) as lease:
             lease.busy = True
-            npu.answers = [False] * 5
+            npu.idle = False
             waits = executor.submit(leased(arena).__enter__)
             until(lambda: waiting(arena) == 1)
         # Also to who waits already.
-        with pytest.raises(RuntimeError, match="comes back when the device is idle"):
+        with pytest.raises(RuntimeError, match=said):
             waits.result(timeout=LIMIT_S)
-    refused = Lease(1)
-    with pytest.raises(RuntimeError, match="comes back when the device is idle"):
-        arena.acquire(refused, DEVICE)
-    arena.release(refused)
-    npu.answers = []
+    with pytest.raises(RuntimeError, match=said), leased(arena):
+        pass
+    npu.idle = True
     with leased(arena) as lease:
         assert len(lease.buffers) == 1
+
+
+def test_who_finds_all_held_by_failed_copies_waits_and_asks_again(
+    npu: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "IDLE_WAIT_S", LIMIT_S)
+    arena = StagingArena(1, 1)
+    with leased(arena) as lease:
+        lease.busy = True
+        npu.answers = [False, RuntimeError("an old failure"), False, False, False]
+    with leased(arena) as lease:
+        assert len(lease.buffers) == 1
+    assert npu.answers == []
+
+
+def test_who_waits_is_served_though_nobody_wakes_him() -> None:
+    """As if an interrupt struck between the end of a lease and its release."""
+    arena = StagingArena(1, 1)
+    with ThreadPoolExecutor(1) as executor, leased(arena) as lease:
+        waits = executor.submit(leased(arena).__enter__)
+        until(lambda: waiting(arena) == 1)
+        lease.ended = True
+        until(waits.done)
+        waits.result()
+
+
+def test_a_driver_that_holds_up_a_probe_holds_up_nobody_else(npu: Device) -> None:
+    arena = StagingArena(2, 2)
+    failed = Lease(1)
+    arena.acquire(failed, DEVICE)
+    with ThreadPoolExecutor(2) as executor:
+        try:
+            failed.busy = True
+            npu.submits.clear()
+            releases = executor.submit(arena.release, failed)
+            until(lambda: npu.submitting == 1)
+
+            def transfer() -> None:
+                with leased(arena) as lease:
+                    assert len(lease.buffers) == 1
+
+            executor.submit(transfer).result(timeout=LIMIT_S)
+            assert not releases.done()
+        finally:
+            npu.submits.set()
+        releases.result(timeout=LIMIT_S)
+    assert arena.in_use() == (0, 0)
+
+
+@pytest.mark.parametrize("waits", [[], [RuntimeError("the wait failed")]])
+def test_a_drained_lease_is_not_busy(npu: Device, waits: list[Exception]) -> None:
+    with leased(StagingArena(1, 1)) as lease:
+        lease.busy = True
+        npu.answers = [RuntimeError("an old failure"), False, False]
+        npu.waits = waits
+        staging.drain(lease)
+        assert not lease.busy
+        assert npu.answers == npu.waits == []
+
+
+def test_draining_a_lost_device_comes_to_an_end(npu: Device) -> None:
+    with leased(StagingArena(1, 1)) as lease:
+        lease.busy = True
+        npu.answers = [RuntimeError("lost")] * 1000
+        staging.drain(lease)
+        assert lease.busy
+        npu.answers = []
 
 
 def test_streams_are_apart_from_one_another_and_from_callers(npu: Device) -> None:
