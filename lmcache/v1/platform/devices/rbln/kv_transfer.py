@@ -85,6 +85,9 @@ def transfer(
 ) -> None:
     """Gather pieces of paged blocks into chunks (D2H), or scatter chunks (H2D).
 
+    A copy that never ends is waited for without a limit, with the GIL released: its
+    memory can't be given back, and only the driver can tell that it is lost.
+
     Args:
         geometry: Geometry of the KV cache.
         layers: The layers that ``geometry`` describes.
@@ -132,7 +135,7 @@ def transfer(
             collector = _choose_collector(lease, layers[0], sizes)
         if collector is not None:
             portions, buffers = sizes.collected(), COLLECTED_BUFFERS
-        _run(move, lease, buffers, portions, collector, in_place)
+        _run(move, lease, buffers, portions, collector, in_place, to_host)
     finally:
         # Before any call: an interrupt may strike there.
         lease.ended = True
@@ -189,6 +192,7 @@ def _run(
     portions: dict[str, int],
     collector: torch.Tensor | None,
     in_place: bool,
+    to_host: bool,
 ) -> None:
     """Move everything with the staging of a lease, up to so many buffers of it."""
     not_drained = kv_transpose().NotDrained
@@ -205,21 +209,33 @@ def _run(
         )
     except not_drained as exc:
         drained = False
-        if not in_place:
-            logger.error(
-                "RBLN copies of a failed transfer may still be in flight; its staging "
-                "is used again when the device is known to be idle: %s",
-                exc,
-            )
-            raise
-        raise RuntimeError(
-            "RBLN copies of a failed transfer can't be waited for: the device does not "
-            "answer any more and may still access the memory of the chunks. Do not "
-            f"reuse that memory, and restart the process. The failure was: {exc}"
-        ) from exc
+        accesses = "read" if to_host else "write"
+        memory = "blocks of the KV cache"
+        if in_place:
+            memory += " and the memory of the chunks"
+            accesses = "access"
+        raise _still_in_flight(accesses, memory, exc) from exc
     finally:
         # In any other case the native call has waited for its copies.
         lease.busy = not drained
+
+
+def _still_in_flight(accesses: str, memory: str, failure: Exception) -> RuntimeError:
+    """Return, and log, what a transfer fails with that could not be drained.
+
+    Args:
+        accesses: What its copies may still do.
+        memory: The memory that they do it to; its staging apart.
+        failure: Why it failed.
+    """
+    error = RuntimeError(
+        "RBLN copies of a failed transfer may still be in flight: the device does not "
+        f"answer any more and may still {accesses} {memory}. Do not reuse that memory; "
+        "staging is used again when the device is known to be idle. If it never is, "
+        f"the device is lost: restart the process. The failure was: {failure}"
+    )
+    logger.error("%s", error)
+    return error
 
 
 def _move_on_host(move: Callable[..., None], sizes: _Sizes) -> None:
@@ -269,7 +285,13 @@ def _choose_collector(
     lease.busy = True
     # Dense in every layout.
     head = layer.as_strided((layer.shape[-2] * layer.shape[-1],), (1,))
-    costs = copy_costs.measured_costs(head, lease.buffers[0], buffer, lease.stream)
+    try:
+        costs = copy_costs.measured_costs(head, lease.buffers[0], buffer, lease.stream)
+    except BaseException as exc:
+        staging.drain(lease)
+        if lease.busy and isinstance(exc, RuntimeError):
+            raise _still_in_flight("read", "blocks of the KV cache", exc) from exc
+        raise
     # It has waited for its copies.
     lease.busy = False
     return buffer if costs is not None and sizes.collecting_pays(costs) else None

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # First Party
 from lmcache.v1.platform.devices.rbln import copy_costs, kv_transfer, staging
 from lmcache.v1.platform.devices.rbln.copy_costs import HARDWARE_COSTS
-from lmcache.v1.platform.devices.rbln.staging import StagingArena
+from lmcache.v1.platform.devices.rbln.staging import Lease, StagingArena
 
 pytestmark = [pytest.mark.npu, pytest.mark.deferred]
 
@@ -188,6 +188,65 @@ def test_a_failure_gives_the_device_buffer_back(
             with pytest.raises(RuntimeError, match="planted"):
                 transfer(case, True, layers, [chunk], [3, 1], 8)
     check_both_directions(case, "rbln:0", [4, 1, 7, 0], 2)
+
+
+def fail_measurements(
+    monkeypatch: pytest.MonkeyPatch, failure: type[BaseException]
+) -> None:
+    """Let each fail with copies in flight."""
+
+    def fail(target: torch.Tensor, source: torch.Tensor, _: int, stream: Any) -> float:
+        with torch.rbln.stream(stream):
+            target.copy_(source, non_blocking=True)
+        raise failure("planted")
+
+    monkeypatch.setattr(copy_costs, "_measured", {})
+    monkeypatch.setattr(copy_costs, "_fixed_us", fail)
+
+
+@pytest.mark.parametrize("failure", [RuntimeError, KeyboardInterrupt])
+def test_a_measurement_that_fails_is_drained(
+    collecting: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    failure: type[BaseException],
+) -> None:
+    monkeypatch.setattr(staging, "_process_arena", arena := StagingArena(2, 1))
+    case = Case("mla", 3, 8)
+    layers = [upload(random_bits(case.layer_shape, case.dtype, 1), "rbln:0")] * 3
+    chunk = torch.zeros(case.chunk_shape(8), dtype=case.dtype)
+    busy: list[bool] = []
+    release = arena.release
+
+    def released(lease: Lease) -> None:
+        busy.append(lease.busy)
+        release(lease)
+
+    with monkeypatch.context() as patch:
+        fail_measurements(patch, failure)
+        patch.setattr(arena, "release", released)
+        for _ in range(4):
+            with pytest.raises(failure, match="planted"):
+                transfer(case, True, layers, [chunk], [3, 1], 8)
+    assert busy == [False] * 4
+    check_both_directions(case, "rbln:0", [4, 1, 7, 0], 2)
+    arena.close()
+
+
+def test_a_measurement_that_can_t_be_drained_says_so(
+    collecting: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "_process_arena", arena := StagingArena(2, 1))
+    case = Case("mla", 3, 8)
+    layers = [upload(random_bits(case.layer_shape, case.dtype, 1), "rbln:0")] * 3
+    chunk = torch.zeros(case.chunk_shape(8), dtype=case.dtype)
+    with monkeypatch.context() as patch:
+        fail_measurements(patch, RuntimeError)
+        patch.setattr(staging, "drain", lambda _: None)
+        with pytest.raises(RuntimeError, match="still be in flight.*planted"):
+            transfer(case, True, layers, [chunk], [3, 1], 8)
+    while arena.in_use() != (0, 0):
+        torch.rbln.synchronize(torch.device("rbln:0"))
+    arena.close()
 
 
 @pytest.mark.parametrize("tokens", [8, 6])

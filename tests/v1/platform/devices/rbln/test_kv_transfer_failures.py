@@ -111,15 +111,18 @@ def with_transfer(monkeypatch: pytest.MonkeyPatch, function: Any) -> None:
     monkeypatch.setattr(kv_transfer, "kv_transpose", lambda: native)
 
 
+@pytest.mark.parametrize("to_host", [True, False])
 def test_staging_that_was_not_drained_is_taken_back_later(
-    arena: StagingArena, monkeypatch: pytest.MonkeyPatch
+    arena: StagingArena, monkeypatch: pytest.MonkeyPatch, to_host: bool
 ) -> None:
     layers = [upload(torch.zeros(CASE.layer_shape).half(), "rbln:0") for _ in range(8)]
     chunk = torch.zeros(CASE.chunk_shape(128)).half()
+    # The caller must not take the blocks for free.
+    said = f"in flight.*may still {'read' if to_host else 'write'} blocks.*the reason"
     with monkeypatch.context() as patch:
         with_transfer(patch, not_drained)
-        with pytest.raises(RuntimeError, match="the reason"):
-            transfer(CASE, True, layers, [chunk], [0], 128)
+        with pytest.raises(RuntimeError, match=said):
+            transfer(CASE, to_host, layers, [chunk], [0], 128)
     # The device is well, so a probe tells so, once it is through.
     while arena.in_use() != (0, 0):
         torch.rbln.synchronize(DEVICE)
@@ -136,7 +139,7 @@ def test_chunks_that_the_device_may_still_use_are_named(
     arena = StagingArena(1, 1)
     monkeypatch.setattr(staging, "_process_arena", arena)
     with_transfer(monkeypatch, not_drained)
-    with pytest.raises(RuntimeError, match="Do not reuse that memory"):
+    with pytest.raises(RuntimeError, match="memory of the chunks. Do not reuse"):
         transfer(case, True, [layer], [chunk], [4, 1], 8)
     # Its probe is not in flight any more when its memory goes.
     while arena.in_use() != (0, 0):
