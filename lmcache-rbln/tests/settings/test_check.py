@@ -176,7 +176,55 @@ REFUSED: list[tuple[dict[str, str], dict[str, Any], str, str]] = [
         "lmcache.chunk_sizes",
         "rename it to lmcache.chunk_size",
     ),
-    ({}, {"lmcache.nothing_like_it": 1}, "lmcache.nothing_like_it", "take .* out of"),
+    ({}, {"lmcache.to_dict": 1}, "lmcache.to_dict", "would replace a part of LMCache"),
+    ({}, {"lmcache._user_set_keys": 1}, "lmcache._user_set_keys", "take .* out of"),
+    (
+        {"LMCACHE_CONFIG_FLE": "/etc/lmcache.yaml"},
+        {},
+        "LMCACHE_CONFIG_FLE",
+        "rename it to LMCACHE_CONFIG_FILE",
+    ),
+    (
+        {"LMCACHE_MIN_RETRIEVE_TOKENS": "512"},
+        {},
+        "min_retrieve_tokens",
+        "a preempted request resumes, is not supported on RBLN, .*; "
+        "unset LMCACHE_MIN_RETRIEVE_TOKENS",
+    ),
+    (
+        {},
+        {"lmcache.min_retrieve_tokens": -1},
+        "min_retrieve_tokens",
+        "take lmcache.min_retrieve_tokens out of kv_connector_extra_config",
+    ),
+    (
+        {"LMCACHE_EXTERNAL_LOOKUP_CLIENT": "mooncakestore://h:1"},
+        {},
+        "external_lookup_client",
+        "keys hold no tenant, is not supported on RBLN, .*; "
+        "unset LMCACHE_EXTERNAL_LOOKUP_CLIENT",
+    ),
+    (
+        {"LMCACHE_EXTERNAL_LOOKUP_CLIENT": "", "LMCACHE_ENABLE_ASYNC_LOADING": "True"},
+        {},
+        "external_lookup_client",
+        "unset LMCACHE_EXTERNAL_LOOKUP_CLIENT",
+    ),
+    (
+        {
+            "LMCACHE_EXTRA_CONFIG": '{"enable_nixl_storage": true, '
+            '"nixl_presence_cache": true}'
+        },
+        {},
+        "enable_nixl_storage",
+        "NIXL storage is not supported on RBLN",
+    ),
+    (
+        {"LMCACHE_REMOTE_URL": "redis://h:1"},
+        {"lmcache.remote_serde": None},
+        "remote_serde",
+        "remote_serde in kv_connector_extra_config is None, .* naive or kivi",
+    ),
     ({}, {"chunk_size": 256}, "chunk_size", "rename it to lmcache.chunk_size"),
     (
         RDS_VARIABLES,
@@ -300,6 +348,86 @@ def test_variables_that_kubernetes_sets_for_services_are_no_settings() -> None:
     assert problems({"LMCACHE_MP_PORT": "tcp"})
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        # Other programs', and some of LMCache's own documents and tools.
+        *("ENABLED", "ENABLE", "DISK_PATH", "RPC_PORT", "SERVER", "APP", "LOG"),
+        *("CONTROLLER", "ROCM_FORCE_BATCH_MEMCPY", "CONFIG", "EXTRA", "LOCAL"),
+        *("MAX_LOCAL_CPU", "MAX_LOCAL_DISK", "PEER_INIT_PORTS", "MP_COORDINATOR_"),
+        *("HOST", "PORT", "IMAGE", "HOME", "CHUNK", "REMOTE", "NIXL_PEER_HOST"),
+        *("USE_EXPERIMENTAL", "LOCAL_DEVICE", "ENABLE_NIXL", "INSTANCE_ID"),
+    ],
+)
+def test_variables_of_other_programs_do_not_stop_the_start(name: str) -> None:
+    (problem,) = problems({f"LMCACHE_{name}": "1"})
+    assert problem.harmless
+    assert "unless another program reads it" in problem.fix
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("LMCACHE_HIT_MISS_RATIO", ""),
+        ("LMCACHE_PRIORITY_LIMIT", "None"),
+        ("LMCACHE_LOCAL_DISK", ""),
+        ("LMCACHE_LMCACHE_WORKER_PORTS", "null"),
+        ("LMCACHE_EXTRA_CONFIG", "None"),
+        ("LMCACHE_PD_ALLOCATION_TIMEOUT_SEC", "inf"),
+    ],
+)
+def test_variables_that_say_nothing_are_none_where_lmcache_takes_them_so(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    name = variable.removeprefix("LMCACHE_").lower()
+    monkeypatch.setenv(variable, value)
+    settings, found = examine({variable: value}, {}, FACTS)
+    assert not found
+    assert getattr(LMCacheEngineConfig.from_env(), name) == settings.values[name]
+
+
+def test_a_variable_that_says_nothing_leaves_the_file_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "lmcache.yaml"
+    file.write_text("priority_limit: 5\nextra_config: {a: 1}\n")
+    environment = {
+        "LMCACHE_CONFIG_FILE": str(file),
+        "LMCACHE_PRIORITY_LIMIT": "",
+        "LMCACHE_EXTRA_CONFIG": "None",
+    }
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
+    settings, found = examine(environment, {}, FACTS)
+    assert not found
+    config = LMCacheEngineConfig.from_file(str(file))
+    config.update_config_from_env()
+    assert settings.values["priority_limit"] == config.priority_limit == 5
+    assert settings.extra == config.extra_config == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("LMCACHE_NUMA_MODE", "None"),
+        ("LMCACHE_GDS_PATH", ""),
+        ("LMCACHE_MAX_LOCAL_CPU_SIZE", ""),
+        ("LMCACHE_MAX_LOCAL_CPU_SIZE", "inf"),
+        ("LMCACHE_PD_ALLOCATION_TIMEOUT_SEC", "-inf"),
+    ],
+)
+def test_others_are_refused_with_advice_that_is_accepted(
+    variable: str, value: str
+) -> None:
+    (problem,) = problems({variable: value})
+    assert not problem.harmless
+    if "unset" in problem.fix:
+        assert problem.fix.endswith(f"unset {variable}")
+        return
+    advised = problem.fix.removesuffix(", for example").removeprefix("set ")
+    assert not problems(dict([advised.split("=")]))
+
+
 def test_every_problem_is_a_line_and_harmless_ones_are_not() -> None:
     environment = {
         "LMCACHE_ZZZZZZ": "1",
@@ -317,7 +445,8 @@ def test_every_problem_is_a_line_and_harmless_ones_are_not() -> None:
 @pytest.mark.parametrize(
     ("environment", "connector", "said"),
     [
-        ({"LMCACHE_ZZZZZZ": "1"}, {}, "unset LMCACHE_ZZZZZZ"),
+        ({"LMCACHE_ZZZZZZ": "1"}, {}, "unset LMCACHE_ZZZZZZ, unless another"),
+        ({}, {"lmcache.nothing_like_it": 1}, "take lmcache.nothing_like_it out of"),
         ({}, {"lmcache.mp.port": 5555}, "for LMCacheMPConnector"),
         ({"LMCACHE_EXTRA_CONFIG": '{"rds_capacity": 5}'}, {}, "has no effect"),
         (
@@ -363,7 +492,6 @@ SECRET = "hunter2-Zx9"
         ("- 1", "holds a list"),
         ("1: 2", "has the entry 1"),
         ("? [a]\n: 2", "can't be parsed as YAML"),
-        (f"{SECRET} {SECRET}: 2", "is not a name"),
         ("chunk_sise: 1", "rename it to chunk_size"),
         ("local_cpu: 'yes'", "local_cpu in .* is 'yes'"),
         ("chunk_size:", "chunk_size in .* is None"),
@@ -381,6 +509,46 @@ def test_a_file_that_is_wrong(tmp_path: Path, text: str, found: str) -> None:
     with pytest.raises(ValueError, match=found) as refusal:
         require({"LMCACHE_CONFIG_FILE": str(file)}, {}, FACTS)
     assert SECRET not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        # Entries of files that LMCache 0.5.6 ships or documents.
+        "local_device: cpu",
+        "async_loading: true",
+        "eic_instance_id: a",
+        "eic_flag_file: /a",
+        f"{SECRET} {SECRET}: 2",
+    ],
+)
+def test_an_unknown_name_in_a_file_is_only_said(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "lmcache.yaml"
+    file.write_text(text)
+    _, (problem,) = examine({"LMCACHE_CONFIG_FILE": str(file)}, {}, FACTS)
+    assert problem.harmless
+    assert "is not a name that LMCache reads" in problem.found
+    assert SECRET not in repr(problem)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "remote_serde: null",
+        "remote_url: null\nremote_serde: null\nlocal_disk: null",
+        "numa_mode: null\npriority_limit: null\nextra_config: null",
+        "pd_backend_mode: null\npd_allocation_timeout_sec: .inf",
+    ],
+)
+def test_nothing_in_a_file_where_lmcache_takes_it(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "lmcache.yaml"
+    file.write_text(text)
+    where = {"LMCACHE_CONFIG_FILE": str(file)}
+    settings, found = examine(where, {}, FACTS)
+    assert not found
+    config = LMCacheEngineConfig.from_file(str(file))
+    for name in settings.entries:
+        assert getattr(config, name) == settings.values[name]
 
 
 def test_a_file_that_is_none(tmp_path: Path) -> None:

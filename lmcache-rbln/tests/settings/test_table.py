@@ -32,8 +32,7 @@ def test_the_table_names_settings_of_lmcache() -> None:
 def test_lmcaches_own_defaults_are_accepted() -> None:
     for name, definition in table.definitions().items():
         default = definition["default"]
-        if default != float("inf"):
-            assert table.read(name, default).wanted == "", name
+        assert table.read(name, default).wanted == "", name
 
 
 @pytest.mark.parametrize(
@@ -108,6 +107,7 @@ def _serde(value: str) -> None:
         ("cache_policy", _policy, "LEAST"),
         ("cache_policy", _policy, ""),
         ("numa_mode", _numa, "Auto"),
+        ("numa_mode", _numa, "None"),
         ("remote_serde", _serde, "Naive"),
     ],
 )
@@ -120,6 +120,16 @@ def test_words_that_lmcache_breaks_on_later(
     if name in ("cache_policy",):
         for word in table.WORDS[name]:
             use(word.lower())
+
+
+def test_an_empty_path_for_gds_is_one_that_lmcache_breaks_on() -> None:
+    # First Party
+    from lmcache.v1.storage_backend.path_sharder import PathSharder
+
+    assert not table.is_unset("gds_path", "")
+    assert LMCacheEngineConfig.from_defaults(gds_path="").gds_path is not None
+    with pytest.raises(ValueError, match="path"):
+        PathSharder("", "by_gpu", "cuda")
 
 
 def test_a_hash_that_lmcache_replaces_by_pythons() -> None:

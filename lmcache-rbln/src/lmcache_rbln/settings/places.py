@@ -12,15 +12,11 @@ from __future__ import annotations
 # Standard
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
-from functools import cache
-from pathlib import Path
 from typing import Any
-import importlib.util
 import re
 
 # Local
-from . import table
+from . import names, table
 from .masking import show_name
 from .problem import Problem
 
@@ -30,14 +26,11 @@ _PREFIX = "LMCACHE_"
 _CONNECTOR_PREFIX = "lmcache."
 #: Settings of LMCacheMPConnector, which has a server.
 SERVER_PREFIX = "lmcache.mp."
-_ENVIRONMENT_NAME = re.compile(r"LMCACHE_[A-Z0-9_]+")
 # Kubernetes gives a pod such variables for every service, also for one of LMCache's.
 _SERVICE_NAME = re.compile(
     r".*_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)"
 )
 _SERVICE_PORT = re.compile(r"(tcp|udp|sctp)://\S+")
-# How alike a name must be to be taken for a misspelling.
-_ALIKE = 0.8
 _SWITCH = "true or false, without quotes"
 
 
@@ -68,7 +61,7 @@ class Entry:
 
     def example(self, value: object) -> str:
         """Return how to give it a value that works, or none if there is no such."""
-        if value is None:
+        if value is None or value == float("inf"):
             return f"correct it, or {self.remove()}"
         return f"{self.set_to(value)}, for example"
 
@@ -141,18 +134,6 @@ def gather(
     return settings
 
 
-@cache
-def known_variables() -> frozenset[str]:
-    """Return every ``LMCACHE_*`` name in LMCache's sources."""
-    names: set[str] = set()
-    spec = importlib.util.find_spec("lmcache")
-    for folder in (spec and spec.submodule_search_locations) or ():
-        for path in Path(folder).rglob("*.py"):
-            text = path.read_text(encoding="utf-8", errors="replace")
-            names.update(_ENVIRONMENT_NAME.findall(text))
-    return frozenset(names)
-
-
 def _of_file(
     settings: Settings, entries: Mapping[Any, Any], file: str
 ) -> Iterator[tuple[str, Entry]]:
@@ -172,7 +153,7 @@ def _of_file(
             )
         elif name != "ec" and not name.startswith("ec_"):
             # Those are LMCache's for another cache.
-            settings.problems.append(_unknown(name, entry, table.definitions()))
+            settings.problems.append(_unknown(name, entry, names.supported()))
 
 
 def _of_environment(
@@ -181,28 +162,25 @@ def _of_environment(
     # First Party
     from lmcache.v1.config_base import _parse_quoted_string
 
-    names = {_PREFIX + n.upper(): n for n in table.definitions()}
-    names |= {_PREFIX + old.upper(): new for old, new in table.aliases().items()}
+    settings_of = {_PREFIX + n.upper(): n for n in table.definitions()}
+    settings_of |= {_PREFIX + old.upper(): new for old, new in table.aliases().items()}
     for variable in sorted(v for v in environment if v.startswith(_PREFIX)):
         if _SERVICE_NAME.fullmatch(variable) or (
             variable.endswith("_PORT") and _SERVICE_PORT.match(environment[variable])
         ):
             continue
         entry = Entry(variable, "", _parse_quoted_string(environment[variable]))
-        if variable in names:
-            yield names[variable], entry
+        if variable in settings_of:
+            if not table.is_unset(settings_of[variable], entry.value):
+                yield settings_of[variable], entry
             continue
-        known = known_variables()
-        families = tuple(n for n in known if n.endswith("_") and n != _PREFIX)
-        if variable in known or variable.startswith(families):
+        if names.is_variable_of_lmcache(variable):
             continue
         if variable.removeprefix(_PREFIX).lower() == "max_tokens_per_load":
             settings.problems.append(_only_in_connector(entry, variable))
             continue
-        # Other programs may have names that begin so.
-        settings.problems.append(
-            _unknown(variable, entry, [*names, *known], harmless=True)
-        )
+        candidates = names.supported_variables()
+        settings.problems.append(_unknown(variable, entry, candidates))
 
 
 def _of_connector(
@@ -238,10 +216,19 @@ def _of_connector(
             else:
                 settings.values[key] = reading.value
                 settings.entries[key] = entry
+        elif name != key and names.is_internal(name):
+            settings.problems.append(
+                Problem(
+                    show_name(key),
+                    f"{entry.where} would replace a part of LMCache",
+                    "names of settings",
+                    entry.remove(),
+                )
+            )
         elif name != key:
             candidates = [
                 _CONNECTOR_PREFIX + n
-                for n in (*table.definitions(), "max_tokens_per_load")
+                for n in (*names.supported(), "max_tokens_per_load")
             ]
             settings.problems.append(_unknown(key, entry, candidates))
         elif key.startswith(("rds_", "storage_plugin.", "remote_storage_plugin.")) or (
@@ -305,31 +292,25 @@ def _only_in_connector(entry: Entry, variable: str) -> Problem:
     )
 
 
-def _unknown(
-    name: str, entry: Entry, candidates: Iterable[str], harmless: bool = False
-) -> Problem:
+def _unknown(name: str, entry: Entry, candidates: Iterable[str]) -> Problem:
     """Say that LMCache does not read a name, and which was meant.
+
+    A name like no other is harmless: it is another program's or another version's.
 
     Args:
         name: The name.
         entry: Where it stands.
-        candidates: Names that are read there.
-        harmless: Whether a name like no other may be somebody else's.
+        candidates: Names that have an effect there.
     """
-    # What all of them begin with would make all of them alike.
-    bare = {re.sub(r"^(LMCACHE_|lmcache\.)", "", c): c for c in sorted(candidates)}
-    wanted = re.sub(r"^(LMCACHE_|lmcache\.)", "", name)
-    near = [c for c in bare if c.startswith(f"{wanted}_")]
-    if len(near) != 1:
-        near = get_close_matches(wanted, bare, 1, _ALIKE)
     found = f"{entry.where} is not a name that LMCache reads"
-    if near:
-        meant = bare[near[0]]
+    meant = names.meant(name, candidates)
+    if meant:
         return Problem(show_name(name), found, meant, f"rename it to {meant}")
+    fix = entry.remove()
     return Problem(
         show_name(name),
         found,
         "names that LMCache reads",
-        entry.remove(),
-        harmless,
+        fix if entry.place else f"{fix}, unless another program reads it",
+        harmless=True,
     )

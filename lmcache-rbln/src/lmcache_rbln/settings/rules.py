@@ -70,8 +70,8 @@ def _ranges(settings: Settings, _: VllmFacts) -> Iterator[Problem]:
 def _off(settings: Settings, _: VllmFacts) -> Iterator[Problem]:
     for name, what in table.OFF.items():
         value = settings.values.get(name)
-        if value is None or value is False:
-            continue
+        if value is None or (not value and value != ""):
+            continue  # LMCache takes an empty text for a value
         entry = settings.entry(name)
         yield Problem(
             name,
@@ -238,13 +238,14 @@ def _ranks(settings: Settings, facts: VllmFacts) -> Iterator[Problem]:
 
 def _combinations(settings: Settings, _: VllmFacts) -> Iterator[Problem]:
     values = settings.values
-    if values["external_lookup_client"] and values["enable_async_loading"]:
-        entry = settings.entry("enable_async_loading")
+    is_remote = values["remote_url"] or values["remote_storage_plugins"]
+    if is_remote and values["remote_serde"] is None:
+        entry = settings.entry("remote_serde")
         yield Problem(
-            "enable_async_loading",
-            "asynchronous loading and an external lookup client are on",
-            "one of them",
-            entry.set_to("False"),
+            "remote_serde",
+            f"{entry.where} is None, and a remote tier is on",
+            " or ".join(table.WORDS["remote_serde"]),
+            entry.example(table.default_of("remote_serde")),
         )
 
 

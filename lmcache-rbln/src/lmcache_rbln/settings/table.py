@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 import json
 import math
+import typing
 
 # Local
 from .masking import show
@@ -34,7 +35,6 @@ RANGES: Mapping[str, tuple[float, float, str]] = {
     "lazy_memory_expand_trigger_ratio": _RATIO,
     "lazy_memory_step_ratio": _RATIO,
     "hit_miss_ratio": _RATIO,
-    "min_retrieve_tokens": (0, 1 << 31, "tokens"),
     "lookup_timeout_ms": (1, 10**7, "ms"),
     "blocking_timeout_secs": _SECONDS,
     "pin_timeout_sec": _SECONDS,
@@ -72,6 +72,9 @@ OFF: Mapping[str, str] = {
     "enable_p2p": "peer-to-peer sharing (NIXL)",
     "gds_path": "GPU direct storage",
     "maru_path": "Maru",
+    "external_lookup_client": "an external lookup client, whose keys hold no tenant,",
+    "min_retrieve_tokens": "a least number of tokens to load, which ends the engine "
+    "when a preempted request resumes,",
 }
 #: Entries of the extra config that are read on our path: what they may be.
 EXTRA_SWITCHES = (
@@ -93,7 +96,9 @@ CONNECTOR_NUMBERS: Mapping[str, tuple[int, int, str]] = {
 }
 CONNECTOR_SWITCHES = ("discard_partial_chunks",)
 # A setting for which LMCache takes an empty text for a value.
-_NOT_EMPTY = ("remote_url", "external_lookup_client")
+_NOT_EMPTY = ("remote_url",)
+# Words by which people say that there is no value.
+_NOTHING = ("", "none", "null")
 _BOOLEANS = ("true", "false", "1", "0")
 _SWITCH = "true or false; LMCache reads anything else as false"
 
@@ -118,6 +123,25 @@ def definitions() -> Mapping[str, Mapping[str, Any]]:
 
     found: Mapping[str, Mapping[str, Any]] = LMCacheEngineConfig._config_definitions
     return found
+
+
+def is_unset(name: str, text: str) -> bool:
+    """Return whether LMCache goes on as without a variable that says nothing.
+
+    It does where it can't convert the text; of one that it can, it takes the words.
+
+    Args:
+        name: A setting of LMCache's.
+        text: The text of its variable.
+    """
+    definition = definitions()[name]
+    if text.strip().casefold() not in _NOTHING or definition["default"] is not None:
+        return False
+    try:
+        definition["env_converter"](text)
+    except ValueError:
+        return True
+    return False
 
 
 def default_of(name: str) -> Any:
@@ -151,8 +175,9 @@ def read(name: str, value: Any) -> Reading:
     definition = definitions()[name]
     kind = _kind(definition)
     if value is None:
-        optional = definition["default"] is None
-        return Reading() if optional else Reading(None, kind or "a value")
+        return (
+            Reading() if _may_be_none(definition) else Reading(None, kind or "a value")
+        )
     if kind == _SWITCH:
         return read_switch(value)
     if kind == _OBJECT:
@@ -163,7 +188,8 @@ def read(name: str, value: Any) -> Reading:
         converted = definition["env_converter"](value)
     except Exception:
         return Reading(None, _say(name, kind))
-    if isinstance(converted, float) and not math.isfinite(converted):
+    infinite = isinstance(converted, float) and not math.isfinite(converted)
+    if infinite and converted != definition["default"]:
         return Reading(None, f"a finite number{_range_text(RANGES.get(name))}")
     if name in _NOT_EMPTY and converted == "":
         return Reading(None, "a value, or no such setting at all")
@@ -225,7 +251,7 @@ def show_setting(name: str, value: Any) -> str:
     if definition is None:
         return show(value, (), "number")
     kind = _kind(definition)
-    words = WORDS.get(name, ())
+    words = (*WORDS.get(name, ()), *_NOTHING)
     if kind in (_SWITCH, _WHOLE, _NUMBER, _WHOLES, _NUMBERS):
         return show(value, words, "number")
     if name in ("local_disk", "runtime_plugin_locations"):
@@ -258,6 +284,11 @@ _KINDS = {
     "_to_float_list": _NUMBERS,
     "_to_str_list": _TEXTS,
 }
+
+
+def _may_be_none(definition: Mapping[str, Any]) -> bool:
+    optional = type(None) in typing.get_args(definition["type"])
+    return optional or definition["default"] is None
 
 
 def _kind(definition: Mapping[str, Any]) -> str:
