@@ -95,6 +95,22 @@ def test_copies_of_the_backend_fail_apart_from_the_engine(tmp_path: Path) -> Non
     assert got["free"] == got["slots"]
 
 
+@pytest.mark.sim
+@pytest.mark.parametrize(
+    ("what", "fails"), [("transfer", 2), ("gather", 2), ("scatter", 6)]
+)
+def test_a_failure_that_others_are_told_of_first_is_told_to_the_transfer_too(
+    tmp_path: Path, what: str, fails: int
+) -> None:
+    got, errors = run_with_faults(
+        tmp_path, "rds_told_elsewhere.py", what, faults=f"fail:d2d:{fails}"
+    )
+    assert errors.count("strikes d2d") == 1
+    assert got["told"] > 0
+    assert got["raised"]
+    assert got["again"]
+
+
 @pytest.fixture
 def lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams of a device that ends no wait."""

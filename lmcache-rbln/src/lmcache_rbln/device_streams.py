@@ -52,8 +52,10 @@ class DeviceStreams:
         self._returned = threading.Condition()
 
     @contextmanager
-    def transfer(self, ordered: bool = False) -> Iterator[None]:
+    def transfer(self, ordered: bool = False) -> Iterator[Copies]:
         """Run the copies that the ``with`` block issues; complete at its end.
+
+        Copies that do not wait for themselves are issued through what it gives.
 
         Args:
             ordered: Whether they come behind all that is queued on the caller's
@@ -70,8 +72,10 @@ class DeviceStreams:
             try:
                 if ordered:
                     own.stream.wait_stream(torch.rbln.current_stream(self._device))
+                    # A failure of what they have to wait for is one of theirs.
+                    own.marks.add()
                 with torch.rbln.stream(own.stream):
-                    yield
+                    yield Copies(own.marks)
             except BaseException:
                 own.drain()
                 drained = True
@@ -124,6 +128,70 @@ def streams_of(device: torch.device) -> DeviceStreams:
     return DeviceStreams(device)
 
 
+class Copies:
+    """Issues the copies of one transfer, inside of its ``with`` block.
+
+    Args:
+        marks: Of the transfer's stream, which is the current one.
+    """
+
+    def __init__(self, marks: _Marks) -> None:
+        self._marks = marks
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.Event:
+        """Copy without waiting for it.
+
+        Args:
+            target: Gets the elements.
+            source: Has them; unchanged until the copy is done.
+
+        Returns:
+            An event behind the copy, of use until the transfer ends.
+
+        Raises:
+            RuntimeError: It could not be issued, or one before it failed.
+        """
+        target.copy_(source, non_blocking=True)
+        return self._marks.add()
+
+
+class _Marks:
+    """Events on a stream, one behind each thing that may fail.
+
+    With a single one behind all, a thread that waits for the whole device meanwhile
+    could be told of a failure in the transfer's place: what is queued next moves the
+    stream past it.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        # Used again in the next transfer: there may be thousands.
+        self._events: list[torch.Event] = []
+        self._used = 0
+
+    def add(self) -> torch.Event:
+        """Record an event behind what is queued."""
+        if self._used == len(self._events):
+            self._events.append(torch.rbln.Event())
+        event = self._events[self._used]
+        event.record(self._stream)
+        self._used += 1
+        return event
+
+    def wait(self) -> None:
+        """Wait for all of them, and forget them.
+
+        Raises:
+            RuntimeError: What stands before one of them failed.
+        """
+        used, self._used = self._events[: self._used], 0
+        if used:
+            used[-1].synchronize()
+        for event in used[:-1]:
+            if not event.query():
+                event.synchronize()
+
+
 class _OwnStream:
     """A stream that is idle, and owes no report of a failure, between transfers."""
 
@@ -131,6 +199,7 @@ class _OwnStream:
     @torch.inference_mode()
     def __init__(self, device: torch.device) -> None:
         self.stream: Any = torch.rbln.Stream(device=device)
+        self.marks = _Marks(self.stream)
         self._probe = torch.empty(2, dtype=torch.uint8, device=device)
         torch.rbln.bind_device_memory(self._probe)
 
@@ -145,6 +214,10 @@ class _OwnStream:
             InFlightError: It cannot be told.
         """
         first: RuntimeError | None = None
+        try:
+            self.marks.wait()
+        except RuntimeError as error:
+            first = error
         for _ in range(_MOST_WAITS):
             try:
                 if first is not None:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 # Standard
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import cast
 
 # Third Party
@@ -66,14 +65,13 @@ class DeviceBlockTransfer:
             for chunk in chunks
             for chunk_part, cache_part in _runs(kv, axis, chunk, 0)
         ]
-        with _own_stream(kv, chunks):
-            for target, source in pairs:
-                target.copy_(source, non_blocking=True)
+        _copy_all(kv, chunks, pairs)
         for chunk in chunks:
             obj = cast(StagedMemoryObj, chunk.memory_obj)
             obj.layout, obj.block_size = name, kv.block_size
             obj.payload_bytes = len(chunk.block_ids) * _block_bytes(kv)
 
+    @torch.inference_mode()  # likewise; and what was made in it can be written only so
     def scatter(self, kv: PagedKV, chunks: Sequence[ChunkBlocks]) -> None:
         """Copy chunks into blocks of the paged cache; complete on return.
 
@@ -103,16 +101,19 @@ class DeviceBlockTransfer:
         if len(set(written)) != len(written):
             raise ValueError("a block is to be written twice")
         if pairs:
-            targets, sources = zip(*pairs, strict=True)
-            with _own_stream(kv, chunks):
-                torch._foreach_copy_(list(targets), list(sources))
+            _copy_all(kv, chunks, pairs)
 
 
-@contextmanager
-def _own_stream(kv: PagedKV, chunks: Sequence[ChunkBlocks]) -> Iterator[None]:
+def _copy_all(
+    kv: PagedKV,
+    chunks: Sequence[ChunkBlocks],
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+) -> None:
+    """Copy pairs of target and source on a stream of their own."""
     try:
-        with streams_of(kv.device).transfer(ordered=True):
-            yield
+        with streams_of(kv.device).transfer(ordered=True) as copies:
+            for target, source in pairs:
+                copies.copy(target, source)
     except InFlightError:
         for chunk in chunks:
             cast(StagedMemoryObj, chunk.memory_obj).retire()

@@ -20,6 +20,7 @@ from rds_support import (
     metadata_of,
 )
 import pytest
+import torch
 
 # First Party
 from lmcache.v1.storage_backend.abstract_backend import AllocatorBackendInterface
@@ -91,6 +92,21 @@ def test_chunks_come_back_byte_by_byte(engine: MakeEngine, mode: str) -> None:
 
 
 @pytest.mark.deferred
+@pytest.mark.parametrize("mode", ["overlapped", "synchronous"])
+@pytest.mark.parametrize("made_in_it", [False, True])
+def test_threads_in_inference_mode_and_others_share_all_memory(
+    engine: MakeEngine, mode: str, made_in_it: bool
+) -> None:
+    with torch.inference_mode(made_in_it):
+        one = engine({"rds_write_mode": mode})
+    for number, inference in enumerate((True, False, True)):
+        with torch.inference_mode(inference):
+            one.store(number)
+        with torch.inference_mode(not inference):
+            assert one.load(number) == [True]
+    one.assert_idle()
+
+
 def test_twice_the_staging_memory_is_stored_and_restored(engine: MakeEngine) -> None:
     one = engine()
     count = 2 * one.backend.calculate_chunk_budget() + 1

@@ -35,3 +35,16 @@ def test_a_checksum_is_of_exactly_the_first_bytes(
         for got in pool.map(lambda _: checksum.digest(tensor, nbytes), range(16)):
             assert got == want
     assert len(checksum._free) <= 3
+
+
+def test_threads_in_inference_mode_and_others_share_the_tiles(
+    device: RDSDevice,
+) -> None:
+    tensor = device.empty(3 * 4096)
+    want = xxhash.xxh3_128(tensor.cpu().numpy().tobytes()).digest()
+    for first in (True, False):
+        checksum = DeviceChecksum(torch.device("rbln:0"), tile_bytes=4096)
+        for mode in (first, not first, first):
+            with torch.inference_mode(mode):
+                assert checksum.digest(tensor, 3 * 4096) == want
+        assert len(checksum._free) == 1

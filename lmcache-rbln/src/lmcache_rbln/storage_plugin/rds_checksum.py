@@ -15,7 +15,7 @@ import torch
 import xxhash
 
 # Local
-from ..device_streams import InFlightError, streams_of
+from ..device_streams import Copies, InFlightError, streams_of
 
 TILE_BYTES = 2 << 20
 #: Threads that hash at the same time; more would wait for the link anyway.
@@ -42,6 +42,8 @@ class DeviceChecksum:
         self._lock = threading.Lock()
         self._slots = threading.BoundedSemaphore(MAX_HASHERS)
 
+    # Callers may be in it or not, and tiles that were made in it are used by others.
+    @torch.inference_mode()
     def digest(self, tensor: torch.Tensor, nbytes: int) -> bytes:
         """Return XXH3-128 of the first bytes of a tensor.
 
@@ -63,8 +65,8 @@ class DeviceChecksum:
                 ]
             free = self._lost
             try:
-                with self._streams.transfer():
-                    digest = _digest(tensor[:nbytes], tiles)
+                with self._streams.transfer() as copies:
+                    digest = _digest(tensor[:nbytes], tiles, copies)
                 free = self._free
                 return digest
             except InFlightError:
@@ -77,21 +79,18 @@ class DeviceChecksum:
                     free.append(tiles)
 
 
-def _digest(tensor: torch.Tensor, tiles: _Tiles) -> bytes:
-    """Hash a tensor through two tiles, with copies on the current stream."""
+def _digest(tensor: torch.Tensor, tiles: _Tiles, copies: Copies) -> bytes:
+    """Hash a tensor through two tiles."""
     state = xxhash.xxh3_128()
     parts = tensor.split(tiles[0].numel())
-    copied = [_fetch(tiles[0], parts[0])] if parts else []
+    copied = [_fetch(tiles[0], parts[0], copies)] if parts else []
     for number, part in enumerate(parts):
         if number + 1 < len(parts):
-            copied.append(_fetch(tiles[(number + 1) % 2], parts[number + 1]))
+            copied.append(_fetch(tiles[(number + 1) % 2], parts[number + 1], copies))
         copied[number].synchronize()
         state.update(tiles[number % 2][: part.numel()].numpy().data)
     return state.digest()
 
 
-def _fetch(tile: torch.Tensor, part: torch.Tensor) -> torch.Event:
-    tile[: part.numel()].copy_(part, non_blocking=True)
-    copied = torch.rbln.Event()
-    copied.record(torch.rbln.current_stream(part.device))
-    return copied
+def _fetch(tile: torch.Tensor, part: torch.Tensor, copies: Copies) -> torch.Event:
+    return copies.copy(tile[: part.numel()], part)

@@ -166,7 +166,9 @@ class RDSDevice:
             RDSError: The NPU has not that much memory left.
         """
         try:
-            tensor = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            # Written by threads in inference mode and by others: never made in it.
+            with torch.inference_mode(False):
+                tensor = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
             torch.rbln.bind_device_memory(tensor)
         except RuntimeError as error:
             raise RDSError(
