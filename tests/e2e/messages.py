@@ -45,6 +45,8 @@ LOGGED: dict[str, tuple[str, ...]] = {
         "LMCache could not start",
         "is configured but could not be created",
     ),
+    "misspelt": ("is not a name that LMCache reads", "has no effect"),
+    "odd-request": ("kv_transfer_params ignored",),
     "failed-store": ("KV not stored: ... KV of ... chunks",),
     "failed-load": ("KV not loaded: ... KV of ... chunks",),
     "lost-prefix": ("KV not stored: it was computed on KV that could not be",),
@@ -57,6 +59,7 @@ LOGGED: dict[str, tuple[str, ...]] = {
     "rds-too-little-staging": ("rds_buffer_size of ... holds no chunk",),
     "rds-with-a-cpu-tier": ("RDSBackend works without LMCache's CPU tier",),
     "rds-long-prompt": ("is restored up to chunk",),
+    "rds-over-its-cap": ("RDS has no space for",),
     "rds-failed-write": ("RDS batched write failed for 1 keys",),
 }
 

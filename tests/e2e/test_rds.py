@@ -11,6 +11,7 @@ import pytest
 from examples.rbln_demo.client import RequestFailedError, post_json
 from examples.rbln_demo.runtime import Runtime
 from examples.rbln_demo.servers import HOST
+from tests.e2e.messages import assert_logged
 from tests.e2e.rds_server import (
     CHUNK,
     REJECTED,
@@ -125,5 +126,6 @@ def test_two_npus_answer_as_none_cached_and_raise(
     assert log.count("RDSBackend on rbln:0") == 2
     assert log.count("slots of 524288 bytes, synchronous writes") == 2
     assert "rds_failure_policy is raise: an RDS transfer failed" in log
+    assert_logged("rds-over-its-cap", log)
     reasons = [why for _, why in server.failed_writes()]
     assert reasons and all("Input/output error" in why for why in reasons)

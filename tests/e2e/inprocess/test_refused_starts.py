@@ -116,6 +116,13 @@ def test_without_a_fixed_hash_seed(documented: Launch, seed: str | None) -> None
     [
         ("chunk-is-no-multiple", {"LMCACHE_CHUNK_SIZE": "1000"}),
         ("layer-wise", {"LMCACHE_USE_LAYERWISE": "True"}),
+        (
+            "misspelt",
+            {
+                "LMCACHE_MAX_LOCAL_CPU_SIZ": "5",
+                "LMCACHE_EXTRA_CONFIG": '{"rds_buffer_size": 64}',
+            },
+        ),
         ("another-device", {"LMCACHE_DEVICE_BACKEND": "cpu"}),
         ("no-tier", {"LMCACHE_LOCAL_CPU": "False"}),
         ("too-small-a-tier", {"LMCACHE_MAX_LOCAL_CPU_SIZE": "0.0001"}),

@@ -262,6 +262,8 @@ def test_a_client_s_parameters_end_nothing(
     hasty.abort()
     engine.cancel("go-slow")
     check_nothing_is_held(engine)
+    if odd == {"kv_transfer_params": {"disagg_spec": {}}}:
+        assert_logged("odd-request", engine.log())
 
 
 def test_a_few_clients_as_they_should_not_be(engine: InProcessEngine) -> None:
