@@ -131,6 +131,19 @@ def test_a_lookup_stops_at_what_staging_memory_holds(
     assert all(one.load(*numbers[:slots]))
 
 
+def test_a_slot_that_is_lost_is_not_promised(engine: MakeEngine) -> None:
+    one = engine({"rds_buffer_size": 1})
+    slots = one.backend.calculate_chunk_budget()
+    one.store(*range(slots))
+    obj = one.chunk(slots)
+    obj.retire()
+    obj.ref_count_down()
+    assert one.backend.calculate_chunk_budget() == slots - 1
+    keys = [key_of(number) for number in range(slots)]
+    assert one.backend.batched_contains(keys) == slots - 1
+    assert all(one.load(*range(slots - 1)))
+
+
 def test_remove_and_clear(engine: MakeEngine) -> None:
     one = engine()
     one.store(0, 1, 2, 3)
@@ -183,6 +196,34 @@ def test_asynchronous_loading_leaves_no_pin(engine: MakeEngine) -> None:
     assert not one.backend._prefetched
     one.backend.close()
     assert asyncio.run(load(0)) == []
+
+
+def test_a_load_that_waits_for_a_thread_at_close_is_a_miss(engine: MakeEngine) -> None:
+    one = engine()
+    one.store(0)
+    gate, begun = threading.Event(), threading.Barrier(3)
+
+    def wait() -> bool:
+        begun.wait(60)
+        return gate.wait(60)
+
+    busy = [one.backend._threads.submit(wait) for _ in range(2)]
+    begun.wait(60)
+
+    async def load() -> list[Any]:
+        keys = [key_of(0)]
+        assert await one.backend.batched_async_contains("id", keys, True) == 1
+        queued = asyncio.create_task(one.backend.batched_get_non_blocking("id", keys))
+        await asyncio.sleep(0)  # it is in the queue now
+        one.backend.close()
+        return await queued
+
+    try:
+        assert asyncio.run(load()) == []
+    finally:
+        gate.set()
+    assert [future.result(timeout=60) for future in busy] == [True, True]
+    assert not one.backend._prefetched
 
 
 def test_close_gives_back_what_is_pinned_or_written_late(

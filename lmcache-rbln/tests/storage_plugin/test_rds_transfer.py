@@ -150,6 +150,35 @@ def test_a_read_that_fails_costs_its_chunk_alone(
     one.assert_idle()
 
 
+@pytest.mark.parametrize("bad", ["damaged", "unreadable"])
+def test_a_region_that_failed_is_not_handed_out_again(
+    engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, bad: str
+) -> None:
+    one = engine()
+    one.store(0, 1)
+    region = one.backend._index._entries[key_of(1)].region
+    released: list[Any] = []
+    monkeypatch.setattr(one.backend._device, "release", released.append)
+    if bad == "damaged":
+        damage(one, 1, DAMAGE["poison"])
+        assert one.load(0, 1) == [True, False]
+    else:
+
+        def fail(item: Any) -> str | None:
+            raise RuntimeError("planted")
+
+        with monkeypatch.context() as planted:
+            planted.setattr(one.backend._reader._transfer, "_mismatch", fail)
+            assert one.load(1) == [False]
+    assert released == [region]
+    held = one.backend._regions.held_bytes
+    one.store(1)
+    assert one.backend._index._entries[key_of(1)].region is not region
+    assert one.backend._regions.held_bytes == held + REGION_BYTES
+    one.backend.remove(key_of(1))
+    assert released == [region]  # a sound one is kept
+
+
 @pytest.mark.sim
 @pytest.mark.parametrize("left", [0, 4096, REGION_BYTES // 2, REGION_BYTES - 4096])
 def test_a_chunk_cut_short_is_a_miss(

@@ -3,7 +3,7 @@
 
 # Standard
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, cast
 import asyncio
 import itertools
@@ -35,6 +35,7 @@ from .rds_reader import ChunkReader
 from .rds_regions import RegionPool
 from .rds_settings import RDSSettings, read_settings
 from .rds_staging import StagingAllocator, all_or_none
+from .rds_threads import DaemonThreads
 from .rds_transfer import ChunkTransfer, region_bytes
 from .rds_waits import StoreWaits
 from .rds_writer import ChunkWriter, OnComplete
@@ -112,7 +113,7 @@ class RDSBackend(AllocatorBackendInterface):
         )
         self._waits = StoreWaits(self.settings.wait_timeout)
         # For what LMCache's event loop must not wait for.
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="rds-reader")
+        self._threads = DaemonThreads(2, "rds-reader")
         self._lock = threading.Lock()
         self._closed = False
         self._cut_lookups = False
@@ -204,7 +205,7 @@ class RDSBackend(AllocatorBackendInterface):
 
     def calculate_chunk_budget(self) -> int:
         """Return how many chunks the staging memory holds."""
-        return self._allocator.num_slots
+        return self._allocator.usable_slots
 
     # ---- store ----------------------------------------------------------------------
 
@@ -267,13 +268,14 @@ class RDSBackend(AllocatorBackendInterface):
     def batched_contains(self, keys: list[CacheEngineKey], pin: bool = False) -> int:
         """Count how many keys in a row are stored.
 
-        Not more than staging memory has slots: LMCache restores them all at once.
+        Not more than staging memory has slots that can be used: LMCache restores them
+        all at once.
 
         Args:
             keys: Keys in the order of a prompt.
             pin: Whether to keep the counted ones from eviction.
         """
-        limit = self._allocator.num_slots
+        limit = self._allocator.usable_slots
         found = self._index.count_prefix(keys, pin, limit)
         if found == limit < len(keys) and not self._cut_lookups:
             self._cut_lookups = True
@@ -370,11 +372,16 @@ class RDSBackend(AllocatorBackendInterface):
         Returns:
             The chunks before the first that could not be restored.
         """
-        loop = asyncio.get_running_loop()
+        objs: list[MemoryObj | None] = []
         try:
-            objs = await loop.run_in_executor(self._threads, self._reader.load, keys)
+            load = self._threads.submit(self._reader.load, keys)
+            # Not what is awaited: that is cancelled both with this call and by close.
+            done = asyncio.wrap_future(load)
+            await asyncio.wait([done])
+            if not load.cancelled():
+                objs = done.result()
         except RuntimeError:  # closed
-            objs = []
+            pass
         finally:
             for key in self._prefetched.pop(lookup_id, ()):
                 self._index.unpin(key)

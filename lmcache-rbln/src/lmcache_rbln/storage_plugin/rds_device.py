@@ -70,11 +70,15 @@ class Region:
     Args:
         chunk: The ``rds.Chunk``.
         nbytes: Its size.
+
+    Attributes:
+        sound: Whether all that was read from it is what had been written.
     """
 
     def __init__(self, chunk: Any, nbytes: int) -> None:
         self.chunk = chunk
         self.nbytes = nbytes
+        self.sound = True
 
 
 class Batch:

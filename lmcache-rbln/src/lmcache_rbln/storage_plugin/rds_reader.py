@@ -127,6 +127,8 @@ class ChunkReader:
         self._metrics.add("read_bytes", sum(r.header.payload_bytes for r in good))
 
     def _drop_unreadable(self, key: CacheEngineKey, entry: Entry, read: Read) -> None:
+        # It may be the place that is bad: the next chunk must not get it.
+        entry.region.sound = False
         self._index.remove(key, only=entry)
         name = key.to_string()
         if read.damaged:

@@ -78,9 +78,9 @@ class RegionPool:
         ) from full
 
     def give_back(self, region: Region) -> None:
-        """Keep a region for the next chunk."""
+        """Keep a region for the next chunk; one that is not sound is discarded."""
         with self._lock:
-            if not self._closed:
+            if not self._closed and region.sound:
                 self._free.append(region)
                 return
         self.discard(region)

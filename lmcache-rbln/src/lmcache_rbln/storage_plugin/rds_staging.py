@@ -224,6 +224,12 @@ class StagingAllocator(MemoryAllocatorInterface):
         with self._lock:
             return len(self._free)
 
+    @property
+    def usable_slots(self) -> int:
+        """Slots that are not retired."""
+        with self._lock:
+            return self.num_slots - len(self._retired)
+
     def memcheck(self) -> bool:
         """Tell whether every slot is free, held or retired, once."""
         with self._lock:

@@ -3,7 +3,7 @@
 
 # Standard
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 import threading
 import time
@@ -21,6 +21,7 @@ from .rds_index import ChunkIndex, Entry
 from .rds_metrics import RDSMetrics
 from .rds_regions import RDSLimitError, RegionPool
 from .rds_staging import StagedMemoryObj
+from .rds_threads import DaemonThreads
 from .rds_transfer import ChunkTransfer, Write
 
 logger = init_logger(__name__)
@@ -63,7 +64,7 @@ class ChunkWriter:
         self._overlapped = overlapped
         self._changed = changed
         # One: batches are written in the order in which they were stored.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rds-writer")
+        self._thread = DaemonThreads(1, "rds-writer")
         self._lock = threading.Lock()
         self._pending = 0
         self._closed = False
