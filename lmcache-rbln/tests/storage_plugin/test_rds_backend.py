@@ -24,6 +24,7 @@ import torch
 
 # First Party
 from lmcache.v1.storage_backend.abstract_backend import AllocatorBackendInterface
+from lmcache_rbln.storage_plugin import rds_backend
 from lmcache_rbln.storage_plugin.rds_backend import RDSBackend
 
 pytestmark = pytest.mark.npu
@@ -198,7 +199,10 @@ def test_asynchronous_loading_leaves_no_pin(engine: MakeEngine) -> None:
     assert asyncio.run(load(0)) == []
 
 
-def test_a_load_that_waits_for_a_thread_at_close_is_a_miss(engine: MakeEngine) -> None:
+def test_a_load_that_waits_for_a_thread_at_close_is_a_miss(
+    engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rds_backend, "_CLOSE_TIMEOUT_S", 0.0)
     one = engine()
     one.store(0)
     gate, begun = threading.Event(), threading.Barrier(3)

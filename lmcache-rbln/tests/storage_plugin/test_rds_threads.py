@@ -65,8 +65,9 @@ def test_results_errors_and_the_end() -> None:
     assert begun.wait(60)
     threads.shutdown(wait=False, cancel_futures=True)
     assert queued.cancelled() and not running.done()
+    assert not threads.join(0)
     gate.set()
-    threads.shutdown()
+    assert threads.join(60)
     assert running.done() and 50 not in order
     with pytest.raises(RuntimeError, match="after the end"):
         threads.submit(int)

@@ -37,7 +37,7 @@ from .rds_settings import RDSSettings, read_settings
 from .rds_staging import StagingAllocator, all_or_none
 from .rds_threads import DaemonThreads
 from .rds_transfer import ChunkTransfer, region_bytes
-from .rds_waits import StoreWaits
+from .rds_waits import StoreWaits, deadline_in
 from .rds_writer import ChunkWriter, OnComplete
 
 logger = init_logger(__name__)
@@ -45,7 +45,7 @@ logger = init_logger(__name__)
 # This module is imported when LMCache loads the plugin, before it chooses an allocator.
 allocator_choice.install()
 
-#: Longest wait for the batch that is being written when the backend is closed.
+#: Longest wait for what is being written and read when the backend is closed.
 _CLOSE_TIMEOUT_S = 9.0
 
 
@@ -415,11 +415,18 @@ class RDSBackend(AllocatorBackendInterface):
             if self._closed:
                 return
             self._closed = True
+        left = deadline_in(_CLOSE_TIMEOUT_S)
         self._allocator.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._writer.close(_CLOSE_TIMEOUT_S)
         self._index.close()
         self._regions.close()
+        # A thread that Python ends in the middle of a copy may take the process along.
+        if not self._threads.join(left()):
+            logger.error(
+                "An RDS read has not ended within %.0f s; going on without it",
+                _CLOSE_TIMEOUT_S,
+            )
 
     def _show_state(self) -> None:
         self._metrics.set("chunks", len(self._index))

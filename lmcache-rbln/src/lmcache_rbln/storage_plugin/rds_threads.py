@@ -14,6 +14,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 import threading
+import time
 
 
 class DaemonThreads(Executor):
@@ -69,6 +70,20 @@ class DaemonThreads(Executor):
         if wait:
             for thread in self._threads:
                 thread.join()
+
+    def join(self, seconds: float) -> bool:
+        """Wait for the threads to end after :meth:`shutdown`.
+
+        Args:
+            seconds: Longest wait for all of them.
+
+        Returns:
+            Whether they have.
+        """
+        end = time.monotonic() + seconds
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
 
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
