@@ -78,6 +78,18 @@ def assert_logged(start: str, log: str) -> None:
         )
 
 
+def assert_logged_last(start: str, log: str) -> None:
+    """Fail unless a refused start's log ends with one of its messages.
+
+    Args:
+        start: A key of ``LOGGED``.
+        log: Its log.
+    """
+    assert_logged(start, log)
+    last = log.strip().splitlines()[-1]
+    assert any(_shows(last, message) for message in LOGGED[start]), last
+
+
 def _shows(line: str, message: str) -> bool:
     at = 0
     for part in message.split("..."):

@@ -15,7 +15,7 @@ from examples.rbln_demo import tiny_models
 from examples.rbln_demo.runtime import Runtime, own_machine
 from examples.rbln_demo.servers import HOST, free_port
 from tests.e2e.inprocess.engines import EnginePool
-from tests.e2e.messages import assert_logged
+from tests.e2e.messages import assert_logged, assert_logged_last
 from tests.e2e.serving import serving_environment
 from tests.e2e.starts import Ended, Starts
 from tests.support.documents import EXTENSION_PAGE, RDS_PAGE, launch
@@ -108,7 +108,7 @@ def test_without_the_vllm_model_implementation(documented: Launch) -> None:
 @pytest.mark.parametrize("seed", [None, "", "random"])
 def test_without_a_fixed_hash_seed(documented: Launch, seed: str | None) -> None:
     ended = documented.refused("without-hash-seed", {"PYTHONHASHSEED": seed})
-    assert_logged("without-hash-seed", ended.log)
+    assert_logged_last("without-hash-seed", ended.log)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_without_a_fixed_hash_seed(documented: Launch, seed: str | None) -> None
 def test_a_setting_that_cannot_work(
     documented: Launch, start: str, env: dict[str, str | None]
 ) -> None:
-    assert_logged(start, documented.refused(start, env).log)
+    assert_logged_last(start, documented.refused(start, env).log)
 
 
 def test_direct_storage_without_rebel_rds(documented: Launch) -> None:
@@ -146,7 +146,7 @@ def test_direct_storage_without_rebel_rds(documented: Launch) -> None:
         launch(RDS_PAGE).env | {"PYTHONPATH": path},
         own_process=True,
     )
-    assert_logged("rds-without-rebel-rds", ended.log)
+    assert_logged_last("rds-without-rebel-rds", ended.log)
 
 
 @pytest.mark.parametrize(
@@ -172,4 +172,4 @@ def test_direct_storage_that_cannot_work(
     storage = dict(launch(RDS_PAGE).env)
     extra = json.loads(storage["LMCACHE_EXTRA_CONFIG"]) | changes
     storage["LMCACHE_EXTRA_CONFIG"] = json.dumps(extra)
-    assert_logged(start, documented.refused(start, storage | env).log)
+    assert_logged_last(start, documented.refused(start, storage | env).log)
