@@ -2,6 +2,7 @@
 """The scheduler side of the in-process connector without an engine."""
 
 # Standard
+from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,11 +58,14 @@ def scheduler_side(lookup: Any, block_size: int, chunk_size: int) -> Any:
         _discard_partial_chunks=True,
         _max_tokens_per_load=0,
     )
+    transfer_config = SimpleNamespace(kv_load_failure_policy="recompute")
     vars(connector).update(
+        _vllm_config=SimpleNamespace(kv_transfer_config=transfer_config),
         _lmcache_engine=inner,
         _settings=Settings(),
         _views={},
         _dropped_lookups=[],
         _recovered_blocks=[],
+        _given_up=deque([[]]),
     )
     return connector
