@@ -396,3 +396,19 @@ def test_a_recovery_reaches_vllm_s_request() -> None:
         SimpleNamespace(invalid_block_ids={engine.blocks["r"][0]})
     )
     assert request.num_computed_tokens == 0
+
+
+def test_under_the_policy_fail_the_workers_learn_of_unloaded_blocks_too() -> None:
+    """They would keep these blocks from being stored for ever."""
+    connector = scheduler_side(Lookup(CHUNK), BLOCK, CHUNK)
+    connector._vllm_config.kv_transfer_config.kv_load_failure_policy = "fail"
+    engine = Engine(connector, random.Random(3))
+    engine.requests["r"] = request_of("r", 20)
+    while not engine.running:
+        engine.step()
+    computed = engine.requests["r"].num_computed_tokens
+    block = engine.blocks["r"][0]
+    connector.update_connector_output(SimpleNamespace(invalid_block_ids={block}))
+    # vLLM ends the request; nobody computes it again.
+    assert engine.requests["r"].num_computed_tokens == computed
+    assert connector._recovered_blocks == [block]
