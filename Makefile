@@ -5,7 +5,10 @@
 #   make test    run all tests
 #   make bench   measure KV transfers against their targets, in about three minutes
 #   make lint    ruff, mypy, clang-format
-#   make wheel   build both wheels and LMCache's sdist into dist/
+#   make wheel   build both wheels and LMCache's sdist into dist/; LMCACHE=next: of the
+#                second release of LMCache that upstream.toml pins
+#   make setup-next   make .venv-next: that release in front of the packages of .venv
+#   make test-next    run its tests there
 #   make bump VERSION=X.Y.Z   move to another release of LMCache, see docs/bump.md
 #   make clean   remove what builds made; .venv stays (make distclean removes it too)
 
@@ -25,10 +28,13 @@ PYTHON_SOURCES := $(wildcard setup.py conftest.py setup_extensions dev tools lmc
     sim lmcache-rbln examples benchmarks tests .buildkite)
 CXX_SOURCES = $(shell git ls-files '*.cc' '*.cpp' '*.h')
 
-.PHONY: setup help demo bench bump test test-serving test-others test-native lint wheel clean distclean
+.PHONY: setup setup-next test-next help demo bench bump test test-serving test-others test-native lint wheel clean distclean
 
 setup:
-	@$(PYTHON) dev/setup_env.py
+	@LMCACHE= $(PYTHON) dev/setup_env.py
+
+setup-next: setup
+	@LMCACHE=next $(PYTHON) dev/setup_env.py
 
 # What the list above says.
 help:

@@ -26,7 +26,6 @@ import torch
 # First Party
 from lmcache.lmcache_native import EngineKVFormat, TransferDirection
 from lmcache.utils import EngineType
-from lmcache.v1.gpu_connector.gpu_connectors import GPUConnectorInterface
 from lmcache.v1.gpu_connector.utils import (
     get_block_size,
     get_device,
@@ -44,6 +43,7 @@ from lmcache.v1.metadata import LMCacheMetadata
 from lmcache.v1.platform import resolve_device_ops
 from lmcache.v1.platform.base.device_ops import DeviceOps
 from lmcache.v1.platform.ops_types import PageBufferShapeDesc
+from lmcache_rbln._lmcache import GPUConnectorInterface
 
 
 class TransferFailedError(RuntimeError):

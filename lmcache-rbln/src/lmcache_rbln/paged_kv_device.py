@@ -27,13 +27,14 @@ import torch
 
 # First Party
 from lmcache.lmcache_native import EngineKVFormat
+from lmcache.v1.platform.devices.rbln.kv_formats import BLOCKS_FIRST
 from lmcache_rbln.device_streams import InFlightError, streams_of
 from lmcache_rbln.paged_kv import ChunkBlocks, PagedKV
 from lmcache_rbln.storage_plugin.rds_staging import StagedMemoryObj
 
 # Format of the paged cache -> name of the chunk's layout, axis of the blocks.
 _LAYOUTS = {
-    EngineKVFormat.NL_X_NB_TWO_NH_BS_HS: ("rbln-blocks-first-hnd/1", 0),
+    BLOCKS_FIRST: ("rbln-blocks-first-hnd/1", 0),
     EngineKVFormat.NL_X_TWO_NB_NH_ONE_BS_HS: ("rbln-kv-first-hnd/1", 1),
     EngineKVFormat.NL_X_NB_BS_HS: ("rbln-mla/1", 0),
 }

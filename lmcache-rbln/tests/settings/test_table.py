@@ -134,11 +134,11 @@ def test_an_empty_path_for_gds_is_one_that_lmcache_breaks_on() -> None:
 
 def test_a_hash_that_lmcache_replaces_by_pythons() -> None:
     # First Party
-    from lmcache.v1.token_database import ChunkedTokenDatabase
+    from lmcache_rbln._lmcache import in_process
 
     assert table.read("pre_caching_hash_algorithm", "sha265").wanted
     for word, hashes in (("sha265", hash), ("builtin", hash), ("sha256_cbor", None)):
-        made = ChunkedTokenDatabase(
+        made = in_process("v1.token_database").ChunkedTokenDatabase(
             LMCacheEngineConfig.from_defaults(pre_caching_hash_algorithm=word)
         )
         assert (made.hash_func is hash) == (hashes is hash)

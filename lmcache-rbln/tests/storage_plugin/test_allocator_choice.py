@@ -15,8 +15,8 @@ from rds_support import (
 import pytest
 
 # First Party
-from lmcache.v1.event_manager import EventManager
 from lmcache.v1.storage_backend.storage_manager import StorageManager
+from lmcache_rbln._lmcache import in_process
 from lmcache_rbln.storage_plugin.rds_backend import RDSBackend
 
 pytestmark = pytest.mark.npu
@@ -31,7 +31,9 @@ PLUGIN = {
 def test_lmcache_works_without_a_cpu_tier(storage: Storage) -> None:
     """What ends with a KeyError in LMCache alone: the documented settings."""
     config = config_of(PLUGIN, storage_plugins=["RDSBackend"])
-    manager = StorageManager(config, metadata_of(), EventManager())
+    manager = StorageManager(
+        config, metadata_of(), in_process("v1.event_manager").EventManager()
+    )
     try:
         assert list(manager.storage_backends) == ["RDSBackend"]
         backend = manager.allocator_backend
@@ -64,7 +66,11 @@ def test_a_plugin_that_fails_is_named(storage: Storage) -> None:
     managers: list[StorageManager] = []
     try:
         with pytest.raises(RuntimeError, match="no storage plugin was created"):
-            managers.append(StorageManager(config, metadata_of(), EventManager()))
+            managers.append(
+                StorageManager(
+                    config, metadata_of(), in_process("v1.event_manager").EventManager()
+                )
+            )
     finally:
         # LMCache leaves its thread behind when it fails in its constructor.
         for thread in threading.enumerate():

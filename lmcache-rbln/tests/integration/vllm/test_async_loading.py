@@ -15,9 +15,9 @@ import pytest
 import torch
 
 # First Party
-from lmcache.v1.cache_engine import LMCacheEngineBuilder
 from lmcache.v1.config import LMCacheEngineConfig
 from lmcache.v1.metadata import LMCacheMetadata
+from lmcache_rbln._lmcache import LMCacheEngineBuilder
 
 pytestmark = pytest.mark.npu
 

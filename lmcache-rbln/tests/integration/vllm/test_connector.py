@@ -288,10 +288,11 @@ def test_a_limit_on_loads_behind_a_cached_prefix(
 ) -> None:
     """vLLM is promised what LMCache will load; LMCache ends the engine otherwise."""
     # First Party
-    from lmcache.integration.vllm.vllm_v1_adapter import LMCacheConnectorV1Impl
+    from lmcache_rbln._lmcache import in_process
     from lmcache_rbln.integration.vllm.connector import RBLNLMCacheConnectorV1
 
-    implementation: Any = LMCacheConnectorV1Impl.__new__(LMCacheConnectorV1Impl)
+    impl = in_process("integration.vllm.vllm_v1_adapter").LMCacheConnectorV1Impl
+    implementation: Any = impl.__new__(impl)
     implementation.kv_role = "kv_both"
     # A prompt of 1,024 tokens that LMCache holds as a whole.
     implementation._manager = SimpleNamespace(

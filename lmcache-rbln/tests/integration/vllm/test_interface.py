@@ -25,8 +25,7 @@ def classes() -> list[tuple[type, type]]:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
     # First Party
-    from lmcache.integration.vllm.lmcache_connector_v1 import LMCacheConnectorV1Dynamic
-    from lmcache.v1.gpu_connector.gpu_connectors import GPUConnectorInterface
+    from lmcache_rbln._lmcache import GPUConnectorInterface, LMCacheConnectorV1Dynamic
     from lmcache_rbln.integration.vllm.connector import RBLNLMCacheConnectorV1
     from lmcache_rbln.paged_kv import RBLNPagedKVConnector
 
@@ -99,9 +98,11 @@ def test_vllm_rbln_finds_its_hook_and_the_class() -> None:
 )
 def test_what_we_use_of_lmcache_s_adapter_is_there(name: str) -> None:
     # First Party
-    from lmcache.integration.vllm.vllm_v1_adapter import LMCacheConnectorV1Impl
+    from lmcache_rbln._lmcache import in_process
 
-    assert f"self.{name}" in inspect.getsource(LMCacheConnectorV1Impl)
+    assert f"self.{name}" in inspect.getsource(
+        in_process("integration.vllm.vllm_v1_adapter").LMCacheConnectorV1Impl
+    )
 
 
 def test_what_we_use_of_vllm_s_requests_is_there() -> None:

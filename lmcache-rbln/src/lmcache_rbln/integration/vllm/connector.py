@@ -22,9 +22,8 @@ import torch
 
 # First Party
 from lmcache import torch_device_type
-from lmcache.integration.vllm.lmcache_connector_v1 import LMCacheConnectorV1Dynamic
-from lmcache.integration.vllm.vllm_v1_adapter import LMCacheConnectorMetadata
 from lmcache.logging import init_logger
+from lmcache_rbln._lmcache import LMCacheConnectorMetadata, LMCacheConnectorV1Dynamic
 from lmcache_rbln.integration.vllm import (
     combinations,
     refusal,

@@ -20,12 +20,15 @@ import torch
 
 # First Party
 from lmcache.integration.vllm.utils import ENGINE_NAME, lmcache_get_or_create_config
-from lmcache.integration.vllm.vllm_service_factory import VllmServiceFactory
 from lmcache.logging import init_logger
-from lmcache.v1.cache_engine import LMCacheEngine, LMCacheEngineBuilder
 from lmcache.v1.config import LMCacheEngineConfig
 from lmcache.v1.config_base import validate_and_set_config_value
-from lmcache.v1.pin_monitor import PinMonitor
+from lmcache_rbln._lmcache import (
+    LMCacheEngine,
+    LMCacheEngineBuilder,
+    PinMonitor,
+    VllmServiceFactory,
+)
 from lmcache_rbln.paged_kv import RBLNPagedKVConnector, TransferFailedError
 from lmcache_rbln.paged_kv_device import DeviceBlockTransfer
 

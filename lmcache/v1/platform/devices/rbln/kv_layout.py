@@ -6,7 +6,7 @@ vLLM-RBLN allocates one tensor per layer in one of three layouts:
 ====================  ====================================  ==================
 layout                per-layer tensor                      ``EngineKVFormat``
 ====================  ====================================  ==================
-blocks-first HND      ``[NB, 2, NH, 1, BS, HS]``            ``NL_X_NB_TWO_NH_BS_HS``
+blocks-first HND      ``[NB, 2, NH, 1, BS, HS]``            ``BLOCKS_FIRST``
 K/V-first HND         ``[2, NB, NH, 1, BS, HS]``            ``NL_X_TWO_NB_NH_ONE_BS_HS``
 MLA                   ``[NB, BS, HS]``                      ``NL_X_NB_BS_HS``
 ====================  ====================================  ==================
@@ -31,11 +31,12 @@ import torch
 
 # First Party
 from lmcache.lmcache_native import EngineKVFormat
+from lmcache.v1.platform.devices.rbln.kv_formats import BLOCKS_FIRST
 from lmcache.v1.platform.devices.rbln.native import kv_transpose
 
 #: The three formats the backend moves, each with the layouts it stands for.
 _LAYOUTS: dict[EngineKVFormat, str] = {
-    EngineKVFormat.NL_X_NB_TWO_NH_BS_HS: "blocks-first HND [NB, 2, NH, 1, BS, HS]",
+    BLOCKS_FIRST: "blocks-first HND [NB, 2, NH, 1, BS, HS]",
     EngineKVFormat.NL_X_TWO_NB_NH_ONE_BS_HS: "K/V-first HND [2, NB, NH, 1, BS, HS]",
     EngineKVFormat.NL_X_NB_BS_HS: "MLA [NB, BS, HS]",
 }
