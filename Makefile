@@ -23,6 +23,9 @@ SERVING_TESTS := tests/e2e tests/examples tests/buildkite tests/docs \
     tests/benchmarks/test_mp_server.py
 # Tests that compile, and so keep CPUs busy: they come last, when the others are ending.
 BUILD_TESTS := tests/build
+NEXT_TESTS := tests/v1/gpu_connector tests/v1/multiprocess tests/upstream \
+    tests/integration lmcache-rbln/tests/integration/vllm/test_interface.py \
+    tests/build/test_patches.py
 TESTS := $(wildcard tests sim/tests lmcache-rbln/tests)
 PYTHON_SOURCES := $(wildcard setup.py conftest.py setup_extensions dev tools lmcache \
     sim lmcache-rbln examples benchmarks tests .buildkite)
@@ -52,6 +55,11 @@ bench: setup
 # Three parts at once: CI has two cores, and two parts leave a quarter of them idle.
 test: setup
 	@$(MAKE) --no-print-directory -j3 test-serving test-others test-native
+
+# Of the second release: what the backend builds on, LMCache's own tests, one engine. The
+# last reads what both releases store, so it needs both environments.
+test-next: setup-next
+	.venv-next/bin/python -m pytest $(NEXT_TESTS) --runtime sim $(PYTEST_ARGS)
 
 test-serving:
 	$(BIN)/python -m pytest $(SERVING_TESTS) $(PYTEST_ARGS)

@@ -47,7 +47,7 @@ GOOD = {
         ),
     ),
     "lmcache": Package("0.5.6+rbln", ("torch",)),
-    "lmcache-rbln": Package("0.12.0", ("lmcache==0.5.6",)),
+    "lmcache-rbln": Package("0.12.0", ("lmcache>=0.5.6,<=0.5.7rc2",)),
 }
 
 
@@ -93,8 +93,8 @@ def test_the_installed_stack_fits_by_its_own_metadata() -> None:
         ),
         (
             "lmcache",
-            "0.5.7+rbln",
-            "lmcache==0.5.6 (lmcache-rbln 0.12.0)",
+            "0.5.8+rbln",
+            "lmcache<=0.5.7rc2,>=0.5.6 (lmcache-rbln 0.12.0)",
             "==0.5.6+rbln",
         ),
         ("lmcache", "0.5.6", "local version +rbln", "lmcache==0.5.6+rbln"),

@@ -27,6 +27,7 @@ import torch
 # First Party
 from lmcache.integration.vllm import lmcache_mp_connector as stock
 from lmcache.v1.multiprocess.transfer_context import worker_transfer
+from lmcache_release import token_ids
 
 
 class LMCacheMPConnector(stock.LMCacheMPConnector):
@@ -96,7 +97,7 @@ class LMCacheMPConnector(stock.LMCacheMPConnector):
         torch.save(
             {
                 "direction": direction,
-                "token_ids": list(op.token_ids),
+                "token_ids": token_ids(op),
                 "start": op.start,
                 "end": op.end,
                 "block_ids": list(ids),

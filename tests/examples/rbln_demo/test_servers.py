@@ -23,9 +23,10 @@ from examples.rbln_demo.servers import (
     free_port,
     transport_of,
 )
+from tests.e2e.engine_side.lmcache_release import INLINE_CONTEXT
 
 SHM = "INFO: Creating EngineDrivenContextShm (shm_name=x, pool_size=1)\n"
-PICKLE = "INFO: Creating EngineDrivenContextPickle (pickle transport)\n"
+PICKLE = f"INFO: Creating {INLINE_CONTEXT}\n"
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
+import re
 
 # Local
 from lmcache_rbln.diagnose.result import Result, fail, ok, one_line, skip, warn
@@ -121,8 +122,10 @@ def check_package(
     versions = ",".join(dict.fromkeys(versions for _, versions in asked))
     fix = f"pip install '{name}{versions}'{_FROM.get(name, '')}"
     if name == "lmcache":
-        pin = next((v[2:] for _, v in asked if v.startswith("==")), "VERSION")
-        fix = f"pip install lmcache=={pin.split('+')[0]}+rbln --find-links DIR"
+        pin = re.search(r"[=>]=([^,+]+)", versions)
+        fix = (
+            f"pip install lmcache=={pin[1] if pin else 'VERSION'}+rbln --find-links DIR"
+        )
     if package.problem:
         return fail(name, f"unreadable: {package.problem}", wanted or name, fix)
     if package.version is None:

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What LMCache 0.5.7 logs and hands over otherwise than 0.5.6."""
+
+# Future
+from __future__ import annotations
+
+# Standard
+from importlib.util import find_spec
+from typing import Any
+
+#: The chunks of a worker without shared memory are pickled; since 0.5.7 they are not.
+_IS_INLINE = find_spec("lmcache.v1.multiprocess.token_codec") is not None
+#: What the worker logs that it creates for them.
+INLINE_CONTEXT = f"EngineDrivenContext{'Inline' if _IS_INLINE else 'Pickle'}"
+#: What the server logs, by transport.
+STRATEGIES = {
+    "SHM": "Using shm engine-driven transfer strategy",
+    "pickle": "Using safe inline engine-driven transfer strategy",
+}
+if not _IS_INLINE:
+    STRATEGIES = {
+        "SHM": "Using shm non-GPU transfer strategy",
+        "pickle": "Using pickle non-GPU transfer strategy",
+    }
+
+
+def token_ids(load_or_store: Any) -> list[int]:
+    """Return the tokens of an operation that the scheduler hands to the worker."""
+    if not _IS_INLINE:
+        return list(load_or_store.token_ids)
+    # First Party
+    from lmcache.v1.multiprocess.token_codec import unpack_token_ids
+
+    return list(unpack_token_ids(load_or_store.token_bytes))
