@@ -26,7 +26,8 @@ from examples.rbln_demo.servers import (
 from tests.e2e.kv_blocks import Transfer, blocks_of, read_transfers
 from tests.e2e.serving import serving_environment
 
-ENGINE_SIDE = Path(__file__).parent / "engine_side"
+TESTS = Path(__file__).parents[1]
+ENGINE_SIDE = f"{TESTS / 'e2e' / 'engine_side'}:{TESTS / 'support'}"
 HITS = "vllm:external_prefix_cache_hits_total"
 LOCAL_HITS = "vllm:prefix_cache_hits_total"
 # As the worker, and the scheduler's and the worker's heartbeats write in the log.

@@ -2,11 +2,11 @@
 """How KV travels, proven from both logs, and what a new server changes."""
 
 # Third Party
+from lmcache_release import STRATEGIES
 import pytest
 
 # First Party
 from examples.rbln_demo.servers import SHM_PREFIX, transport_of
-from tests.e2e.engine_side.lmcache_release import STRATEGIES
 from tests.e2e.kv_blocks import assert_same_blocks
 from tests.e2e.stack import Stack
 

@@ -22,12 +22,12 @@ import itertools
 import os
 
 # Third Party
+from lmcache_release import token_ids
 import torch
 
 # First Party
 from lmcache.integration.vllm import lmcache_mp_connector as stock
 from lmcache.v1.multiprocess.transfer_context import worker_transfer
-from lmcache_release import token_ids
 
 
 class LMCacheMPConnector(stock.LMCacheMPConnector):

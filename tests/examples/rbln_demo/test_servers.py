@@ -10,6 +10,7 @@ import socket
 import sys
 
 # Third Party
+from lmcache_release import INLINE_CONTEXT
 import pytest
 
 # First Party
@@ -23,7 +24,6 @@ from examples.rbln_demo.servers import (
     free_port,
     transport_of,
 )
-from tests.e2e.engine_side.lmcache_release import INLINE_CONTEXT
 
 SHM = "INFO: Creating EngineDrivenContextShm (shm_name=x, pool_size=1)\n"
 PICKLE = f"INFO: Creating {INLINE_CONTEXT}\n"

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 # Standard
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -24,11 +25,17 @@ if not _IS_INLINE:
     }
 
 
+def _codec() -> Any:
+    return import_module("lmcache.v1.multiprocess.token_codec")
+
+
 def token_ids(load_or_store: Any) -> list[int]:
     """Return the tokens of an operation that the scheduler hands to the worker."""
     if not _IS_INLINE:
         return list(load_or_store.token_ids)
-    # First Party
-    from lmcache.v1.multiprocess.token_codec import unpack_token_ids
+    return list(_codec().unpack_token_ids(load_or_store.token_bytes))
 
-    return list(unpack_token_ids(load_or_store.token_bytes))
+
+def as_handed_over(tokens: list[int]) -> Any:
+    """Return tokens as the scheduler hands them to the worker."""
+    return _codec().pack_token_ids(tokens) if _IS_INLINE else tokens
