@@ -25,7 +25,8 @@ SERVING_TESTS := tests/e2e tests/examples tests/buildkite tests/docs \
 BUILD_TESTS := tests/build
 NEXT_TESTS := tests/v1/gpu_connector tests/v1/multiprocess tests/upstream \
     tests/integration lmcache-rbln/tests/integration/vllm/test_interface.py \
-    tests/build/test_patches.py
+    tests/build/test_patches.py \
+    tests/e2e/test_transport.py::test_server_restarts_while_the_worker_serves
 TESTS := $(wildcard tests sim/tests lmcache-rbln/tests)
 PYTHON_SOURCES := $(wildcard setup.py conftest.py setup_extensions dev tools lmcache \
     sim lmcache-rbln examples benchmarks tests .buildkite)
@@ -56,8 +57,8 @@ bench: setup
 test: setup
 	@$(MAKE) --no-print-directory -j3 test-serving test-others test-native
 
-# Of the second release: what the backend builds on, LMCache's own tests, one engine. The
-# last reads what both releases store, so it needs both environments.
+# Of the second release: detection, transfers through its workers and its server,
+# LMCache's own tests, one engine; and that both releases store the same.
 test-next: setup-next
 	.venv-next/bin/python -m pytest $(NEXT_TESTS) --runtime sim $(PYTEST_ARGS)
 
@@ -93,7 +94,7 @@ wheel: setup
 	$(BIN)/python -m build --no-isolation --wheel --outdir dist lmcache-rbln
 
 bump: setup
-	$(BIN)/python tools/bump_upstream.py $(VERSION)
+	$(BIN)/python tools/bump_upstream.py $(VERSION) $(BUMP_ARGS)
 
 clean:
 	$(MAKE) -C sim clean

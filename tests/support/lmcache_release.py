@@ -12,16 +12,18 @@ from typing import Any
 #: The chunks of a worker without shared memory are pickled; since 0.5.7 they are not.
 _IS_INLINE = find_spec("lmcache.v1.multiprocess.token_codec") is not None
 #: What the worker logs that it creates for them.
-INLINE_CONTEXT = f"EngineDrivenContext{'Inline' if _IS_INLINE else 'Pickle'}"
+INLINE_CONTEXT = (
+    "EngineDrivenContextInline" if _IS_INLINE else "EngineDrivenContextPickle"
+)
 #: What the server logs, by transport.
 STRATEGIES = {
-    "SHM": "Using shm engine-driven transfer strategy",
-    "pickle": "Using safe inline engine-driven transfer strategy",
+    "SHM": "Using shm non-GPU transfer strategy",
+    "pickle": "Using pickle non-GPU transfer strategy",
 }
-if not _IS_INLINE:
+if _IS_INLINE:
     STRATEGIES = {
-        "SHM": "Using shm non-GPU transfer strategy",
-        "pickle": "Using pickle non-GPU transfer strategy",
+        "SHM": "Using shm engine-driven transfer strategy",
+        "pickle": "Using safe inline engine-driven transfer strategy",
     }
 
 
