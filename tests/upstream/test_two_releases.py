@@ -51,7 +51,8 @@ for layout in LAYOUTS:
         views, [chunk], [3, 1], "cpu", TransferDirection.D2H, case.shape_desc(), 8,
         detected, 0,
     )
-    found[layout] = hashlib.sha256(chunk.view(torch.uint8).numpy().tobytes()).hexdigest()
+    stored = chunk.view(torch.uint8).numpy().tobytes()
+    found[layout] = hashlib.sha256(stored).hexdigest()
 
 tokens = list(range(64))
 hasher = TokenHasher(chunk_size=16, hash_algorithm="blake3")
