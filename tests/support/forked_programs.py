@@ -30,12 +30,15 @@ import threading
 from examples.rbln_demo.processes import Program, start_program
 
 REPO = Path(__file__).resolve().parents[2]
-#: What is read from the environment by LMCache, the simulator and the tests' probes
-#: after the fork, by vLLM whenever it wants it; a start that differs in anything else
-#: gets a process that was started so.
-_READ_LATER = ("LMCACHE_", "RBLN_SIM_", "KV_PROBE_", "INPROCESS_PROBE_", "RANK_PROBE_")
 _PROGRAMS = ("vllm", "lmcache")
-_READ_EACH_TIME = ("VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT", "VLLM_RPC_BASE_PATH")
+#: What decides how vLLM's packages are imported; the rest is read when it is wanted,
+#: or, by LMCache, the simulator and the tests' probes, after the fork.
+_READ_AT_IMPORT = ("PYTHONHASHSEED", "LD_LIBRARY_PATH", "OMP_NUM_THREADS")
+_READ_AT_IMPORT_PREFIXES = ("RBLN_", "TORCH", "VLLM_RBLN_")
+_READ_LATER_PREFIX = "RBLN_SIM_"
+_IS_SET_AT_IMPORT = "PROMETHEUS_MULTIPROC_DIR"
+#: Each takes half a GiB.
+_MOST_FORKERS = 3
 
 
 class ForkedProgram:
@@ -86,7 +89,7 @@ class ForkedPrograms:
     """Starts programs; each environment that imports differently has a process."""
 
     def __init__(self) -> None:
-        self._forkers: dict[frozenset[tuple[str, str]], _Forker] = {}
+        self._forkers: dict[frozenset[tuple[str, str]], Forker] = {}
 
     def start(
         self, command: list[str], env: Mapping[str, str], cwd: Path, log: Path
@@ -104,15 +107,17 @@ class ForkedPrograms:
         """
         if Path(command[0]).name not in _PROGRAMS:
             return start_program(command, env, cwd, log)
-        kind = frozenset(
-            (name, value)
-            for name, value in env.items()
-            if not name.startswith(_READ_LATER) and name not in _READ_EACH_TIME
-        )
+        kind = _imported_as(env)
         if kind not in self._forkers:
-            self._forkers[kind] = _Forker(env)
-        job = {"command": command, "env": dict(env), "cwd": str(cwd), "log": str(log)}
-        return self._forkers[kind].fork(job)
+            self._make_room()
+            self._forkers[kind] = Forker(env)
+        return self._forkers[kind].fork(command, env, cwd, log)
+
+    def _make_room(self) -> None:
+        """End those whose programs have ended, the oldest first."""
+        for kind, forker in list(self._forkers.items()):
+            if len(self._forkers) >= _MOST_FORKERS and not forker.running:
+                self._forkers.pop(kind).close()
 
     def close(self) -> None:
         """End the processes that programs are forked from."""
@@ -121,8 +126,24 @@ class ForkedPrograms:
         self._forkers.clear()
 
 
-class _Forker:
-    """A process that has vLLM imported."""
+def _imported_as(env: Mapping[str, str]) -> frozenset[tuple[str, str]]:
+    """What of an environment decides how vLLM's packages are imported."""
+    decisive = {
+        (name, value)
+        for name, value in env.items()
+        if name in _READ_AT_IMPORT
+        or name.startswith(_READ_AT_IMPORT_PREFIXES)
+        and not name.startswith(_READ_LATER_PREFIX)
+    }
+    return frozenset(decisive | {(_IS_SET_AT_IMPORT, str(_IS_SET_AT_IMPORT in env))})
+
+
+class Forker:
+    """A process that has vLLM imported.
+
+    Args:
+        env: Its environment.
+    """
 
     def __init__(self, env: Mapping[str, str]) -> None:
         self._process = subprocess.Popen(
@@ -135,13 +156,18 @@ class _Forker:
         )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._requests = self._process.stdin
+        self.running: dict[int, ForkedProgram] = {}
         self._begun: queue.Queue[ForkedProgram | None] = queue.Queue()
         self._reader = threading.Thread(
             target=self._read, args=(self._process.stdout,), daemon=True
         )
         self._reader.start()
 
-    def fork(self, job: Mapping[str, object]) -> ForkedProgram:
+    def fork(
+        self, command: list[str], env: Mapping[str, str], cwd: Path, log: Path
+    ) -> ForkedProgram:
+        """Start a program, see :meth:`ForkedPrograms.start`."""
+        job = {"command": command, "env": dict(env), "cwd": str(cwd), "log": str(log)}
         self._requests.write(json.dumps(job) + "\n")
         self._requests.flush()
         program = self._begun.get()
@@ -150,20 +176,20 @@ class _Forker:
         return program
 
     def close(self) -> None:
+        """End the process; its forks go on."""
         self._requests.close()
         self._process.wait()
         self._reader.join()
 
     def _read(self, answers: IO[str]) -> None:
-        running: dict[int, ForkedProgram] = {}
         for line in answers:
             pid, status = json.loads(line)
             if status is None:
-                running[pid] = ForkedProgram(pid)
-                self._begun.put(running[pid])
+                self.running[pid] = ForkedProgram(pid)
+                self._begun.put(self.running[pid])
             else:
-                running.pop(pid).ended(status)
-        for program in running.values():  # its end can't be learnt any more
+                self.running.pop(pid).ended(status)
+        for program in self.running.values():  # its end can't be learnt any more
             program.ended(-signal.SIGKILL)
         self._begun.put(None)
 
@@ -227,7 +253,11 @@ def _become(job: dict[str, Any]) -> None:
     os.environ.update(job["env"])
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "fork")
     sys.argv = job["command"]
-    sys.path[0] = str(Path(sys.argv[0]).parent)
+    places = job["env"].get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:1] = [
+        str(Path(sys.argv[0]).parent),
+        *(place for place in places if place and place not in sys.path),
+    ]
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
