@@ -2,9 +2,10 @@
 """HTTP to both servers: streamed completions, counters and status."""
 
 # Standard
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 import http.client
 import json
@@ -83,10 +84,17 @@ def get_json(url: str, timeout_s: float = 60.0) -> Any:
         return json.load(response)
 
 
-def post_json(url: str, body: Any, timeout_s: float = 60.0) -> Any:
+def post_json(
+    url: str,
+    body: Any,
+    timeout_s: float = 60.0,
+    headers: Mapping[str, str] = MappingProxyType({}),
+) -> Any:
     """POST ``body`` as JSON to ``url`` and parse the JSON that it returns."""
     request = urllib.request.Request(
-        url, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        url,
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json", **headers},
     )
     with urllib.request.urlopen(request, timeout=timeout_s) as response:
         return json.load(response)

@@ -116,12 +116,12 @@ class Reading:
     wanted: str = ""
 
 
-def definitions() -> Mapping[str, Mapping[str, Any]]:
+def definitions() -> Mapping[str, dict[str, Any]]:
     """Return LMCache's definition of each of its settings."""
     # First Party
     from lmcache.v1.config import LMCacheEngineConfig
 
-    found: Mapping[str, Mapping[str, Any]] = LMCacheEngineConfig._config_definitions
+    found: Mapping[str, dict[str, Any]] = LMCacheEngineConfig._config_definitions
     return found
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+import asyncio
 import logging
 import os
 import threading
@@ -176,6 +177,25 @@ def test_every_rank_keeps_and_looks_up_its_own_chunks(
     assert made.lookup_server_worker_ids == (given or [0, 1])
 
 
+def test_lmcaches_api_sets_nothing(lmcache_config: Any) -> None:
+    """POST /conf of its internal API server, off by default."""
+    # First Party
+    from lmcache.v1.internal_api_server.vllm import conf_api
+    from lmcache_rbln.integration.vllm import service
+
+    config = service.engine_config(vllm_config())
+    state = SimpleNamespace(lmcache_adapter=SimpleNamespace(config=config))
+
+    async def body() -> dict[str, Any]:
+        return {"use_layerwise": True, "chunk_size": 7}
+
+    request: Any = SimpleNamespace(app=SimpleNamespace(state=state), json=body)
+    answer = asyncio.run(conf_api.set_config(request))
+    assert answer.status_code == 400
+    assert b"not mutable" in answer.body
+    assert (config.use_layerwise, config.chunk_size) == (False, 256)
+
+
 class Manager:
     """LMCache's manager, as far as the connector asks it."""
 
@@ -325,7 +345,8 @@ def test_a_start_that_fails_half_way_ends_what_it_began(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # First Party
-    from lmcache_rbln.integration.vllm import connector, refusal, service
+    from lmcache.integration.vllm import refusal
+    from lmcache_rbln.integration.vllm import connector, service
 
     def stock(*_: Any, **__: Any) -> None:
         raise OSError("no socket")

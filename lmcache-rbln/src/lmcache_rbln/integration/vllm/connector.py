@@ -22,15 +22,11 @@ import torch
 
 # First Party
 from lmcache import torch_device_type
+from lmcache.integration.vllm import refusal
 from lmcache.integration.vllm.lmcache_connector_v1 import LMCacheConnectorV1Dynamic
 from lmcache.integration.vllm.vllm_v1_adapter import LMCacheConnectorMetadata
 from lmcache.logging import init_logger
-from lmcache_rbln.integration.vllm import (
-    combinations,
-    refusal,
-    service,
-    startup_checks,
-)
+from lmcache_rbln.integration.vllm import combinations, service, startup_checks
 from lmcache_rbln.integration.vllm.handover import RequestView, copied_step, view_of
 from lmcache_rbln.integration.vllm.recovery import UnloadedBlocks, roll_back
 from lmcache_rbln.settings import RECOMPUTE, Settings, require, require_parsed
@@ -115,11 +111,11 @@ class RBLNLMCacheConnectorV1(LMCacheConnectorV1Dynamic):
         self._failures: list[str] = []
         try:
             self._start(vllm_config, role, kv_cache_config)
-        except Exception as error:
-            refusal.leave(error)
+        except Exception:
             self.shutdown()
             raise
 
+    @refusal.leaves_reason
     def _start(
         self,
         vllm_config: VllmConfig,
@@ -222,11 +218,11 @@ class RBLNLMCacheConnectorV1(LMCacheConnectorV1Dynamic):
         """
         try:
             self._register(kv_caches)
-        except Exception as error:
-            refusal.leave(error)
+        except Exception:
             self.shutdown()
             raise
 
+    @refusal.leaves_reason
     def _register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         if self._paged_kv is not None:
             kv = self._paged_kv.register(list(kv_caches.values()))

@@ -28,6 +28,7 @@ from lmcache.v1.config_base import validate_and_set_config_value
 from lmcache.v1.pin_monitor import PinMonitor
 from lmcache_rbln.paged_kv import RBLNPagedKVConnector, TransferFailedError
 from lmcache_rbln.paged_kv_device import DeviceBlockTransfer
+from lmcache_rbln.settings.table import definitions
 
 if TYPE_CHECKING:
     # Third Party
@@ -69,6 +70,9 @@ def engine_config(vllm_config: VllmConfig) -> LMCacheEngineConfig:
     if _EXTRA_CONFIG in transfer_config.kv_connector_extra_config:
         # LMCache applies these once more, and would take that out again.
         transfer_config.kv_connector_extra_config[_EXTRA_CONFIG] = config.extra_config
+    for definition in definitions().values():
+        # LMCache's API (POST /conf) would set, while serving, what is refused at start.
+        definition["mutable"] = False
     if not config.lookup_server_worker_ids:
         config.lookup_server_worker_ids = list(
             range(vllm_config.parallel_config.world_size)

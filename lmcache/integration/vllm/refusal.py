@@ -8,9 +8,15 @@ does. The front process is the first to import the connector, when vLLM puts its
 configuration together; the others inherit the file's name.
 """
 
+# Future
+from __future__ import annotations
+
 # Standard
+from collections.abc import Callable
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 import atexit
+import functools
 import logging
 import multiprocessing
 import os
@@ -21,6 +27,9 @@ import tempfile
 from lmcache.logging import init_logger
 
 logger = init_logger(__name__)
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 #: Names the file; set by the front process, for itself and those that it starts.
 VARIABLE = "LMCACHE_RBLN_REFUSAL_FILE"
@@ -44,6 +53,29 @@ def announce_in_front_process() -> None:
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
     os.environ[VARIABLE] = str(folder / "reason")
     atexit.register(_announce, folder, _front)
+
+
+def leaves_reason(
+    start: Callable[_Arguments, _Result],
+) -> Callable[_Arguments, _Result]:
+    """Let a step of a connector's start leave its reason when it refuses.
+
+    Args:
+        start: The step; what it raises is the reason.
+
+    Returns:
+        The step, which raises the same.
+    """
+
+    @functools.wraps(start)
+    def run(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        try:
+            return start(*args, **kwargs)
+        except Exception as error:
+            leave(error)
+            raise
+
+    return run
 
 
 def leave(error: Exception) -> None:

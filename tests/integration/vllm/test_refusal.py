@@ -14,18 +14,24 @@ import sys
 import pytest
 
 # First Party
-from lmcache_rbln.integration.vllm import refusal
+from lmcache.integration.vllm import refusal
 
 #: As vLLM does it: a front process, an engine in a process of its own that is forked or
 #: started anew, and a traceback that does not say why.
 FRONT = """
 import multiprocessing, sys
-from lmcache_rbln.integration.vllm import refusal
+from lmcache.integration.vllm import refusal
+
+@refusal.leaves_reason
+def start(refuses):
+    if refuses:
+        raise ValueError("chunk size\\nis 200")
 
 def engine(refuses):
     refusal.announce_in_front_process()
-    if refuses:
-        refusal.leave(ValueError("chunk size\\nis 200"))
+    try:
+        start(refuses)
+    except ValueError:
         refusal.leave(ValueError("a later one"))
 
 if __name__ == "__main__":
