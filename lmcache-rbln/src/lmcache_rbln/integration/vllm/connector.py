@@ -27,7 +27,7 @@ from lmcache.integration.vllm.vllm_v1_adapter import LMCacheConnectorMetadata
 from lmcache.logging import init_logger
 from lmcache_rbln.integration.vllm import (
     combinations,
-    refusal,
+    front_process,
     service,
     startup_checks,
 )
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-refusal.announce_in_front_process()
+front_process.announce()
 
 #: Steps that vLLM may have scheduled when it learns of a load that failed, and more.
 _STEPS_UNREPORTED = 4
@@ -116,7 +116,7 @@ class RBLNLMCacheConnectorV1(LMCacheConnectorV1Dynamic):
         try:
             self._start(vllm_config, role, kv_cache_config)
         except Exception as error:
-            refusal.leave(error)
+            front_process.leave_reason(error)
             self.shutdown()
             raise
 
@@ -147,6 +147,7 @@ class RBLNLMCacheConnectorV1(LMCacheConnectorV1Dynamic):
         self._views: dict[str, RequestView | None] = {}
         self._unloaded = UnloadedBlocks(vllm_config.cache_config.block_size)
         _open.add(self)
+        front_process.leave_sockets(service.socket_paths(config, vllm_config))
         if role == KVConnectorRole.SCHEDULER:
             if self._settings.load_failure_policy == RECOMPUTE:
                 # vLLM reads it from here once the scheduler has its connector.
@@ -223,7 +224,7 @@ class RBLNLMCacheConnectorV1(LMCacheConnectorV1Dynamic):
         try:
             self._register(kv_caches)
         except Exception as error:
-            refusal.leave(error)
+            front_process.leave_reason(error)
             self.shutdown()
             raise
 
