@@ -14,8 +14,10 @@ fork that begins or ends, until its input ends.
 # Standard
 from collections.abc import Mapping
 from contextlib import suppress
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import IO, Any
+import gc
 import json
 import os
 import queue
@@ -34,7 +36,7 @@ REPO = Path(__file__).resolve().parents[2]
 #: after the fork, by vLLM whenever it wants it; a start that differs in anything else
 #: gets a process that was started so.
 _READ_LATER = ("LMCACHE_", "RBLN_SIM_", "KV_PROBE_", "INPROCESS_PROBE_", "RANK_PROBE_")
-_PROGRAMS = ("vllm", "lmcache")
+_PROGRAMS = ("vllm", "lmcache", "offline.py")
 _READ_EACH_TIME = ("VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT", "VLLM_RPC_BASE_PATH")
 
 
@@ -86,6 +88,7 @@ class ForkedPrograms:
     """Starts programs; each environment that imports differently has a process."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._forkers: dict[frozenset[tuple[str, str]], _Forker] = {}
 
     def start(
@@ -109,10 +112,11 @@ class ForkedPrograms:
             for name, value in env.items()
             if not name.startswith(_READ_LATER) and name not in _READ_EACH_TIME
         )
-        if kind not in self._forkers:
-            self._forkers[kind] = _Forker(env)
         job = {"command": command, "env": dict(env), "cwd": str(cwd), "log": str(log)}
-        return self._forkers[kind].fork(job)
+        with self._lock:
+            if kind not in self._forkers:
+                self._forkers[kind] = _Forker(env)
+            return self._forkers[kind].fork(job)
 
     def close(self) -> None:
         """End the processes that programs are forked from."""
@@ -177,6 +181,9 @@ def _serve() -> None:
     import vllm.entrypoints.openai.api_server
     import vllm.v1.engine.core  # noqa: F401
 
+    # No fork is to look through what is imported here for garbage.
+    gc.freeze()
+
     def tell(pid: int, status: int | None) -> None:
         print(json.dumps((pid, status)), file=answers, flush=True)
 
@@ -226,6 +233,9 @@ def _become(job: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(job["env"])
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "fork")
+    # A process that spawns has it before its first child, so it outlives all of them
+    # and removes the shared memory of one that is killed.
+    resource_tracker.ensure_running()
     sys.argv = job["command"]
     sys.path[0] = str(Path(sys.argv[0]).parent)
     runpy.run_path(sys.argv[0], run_name="__main__")
