@@ -14,8 +14,10 @@ fork that begins or ends, until its input ends.
 # Standard
 from collections.abc import Mapping
 from contextlib import suppress
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import IO, Any
+import gc
 import json
 import os
 import queue
@@ -30,7 +32,7 @@ import threading
 from examples.rbln_demo.processes import Program, start_program
 
 REPO = Path(__file__).resolve().parents[2]
-_PROGRAMS = ("vllm", "lmcache")
+_PROGRAMS = ("vllm", "lmcache", "offline.py")
 #: What decides how vLLM's packages are imported; the rest is read when it is wanted,
 #: or, by LMCache, the simulator and the tests' probes, after the fork.
 _READ_AT_IMPORT = ("PYTHONHASHSEED", "LD_LIBRARY_PATH", "OMP_NUM_THREADS")
@@ -89,6 +91,7 @@ class ForkedPrograms:
     """Starts programs; each environment that imports differently has a process."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._forkers: dict[frozenset[tuple[str, str]], Forker] = {}
 
     def start(
@@ -108,10 +111,11 @@ class ForkedPrograms:
         if Path(command[0]).name not in _PROGRAMS:
             return start_program(command, env, cwd, log)
         kind = _imported_as(env)
-        if kind not in self._forkers:
-            self._make_room()
-            self._forkers[kind] = Forker(env)
-        return self._forkers[kind].fork(command, env, cwd, log)
+        with self._lock:
+            if kind not in self._forkers:
+                self._make_room()
+                self._forkers[kind] = Forker(env)
+            return self._forkers[kind].fork(command, env, cwd, log)
 
     def _make_room(self) -> None:
         """End those whose programs have ended, the oldest first."""
@@ -203,6 +207,9 @@ def _serve() -> None:
     import vllm.entrypoints.openai.api_server
     import vllm.v1.engine.core  # noqa: F401
 
+    # No fork is to look through what is imported here for garbage.
+    gc.freeze()
+
     def tell(pid: int, status: int | None) -> None:
         print(json.dumps((pid, status)), file=answers, flush=True)
 
@@ -252,6 +259,9 @@ def _become(job: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(job["env"])
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "fork")
+    # A process that spawns has it before its first child, so it outlives all of them
+    # and removes the shared memory of one that is killed.
+    resource_tracker.ensure_running()
     sys.argv = job["command"]
     places = job["env"].get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:1] = [

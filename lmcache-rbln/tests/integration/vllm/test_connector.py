@@ -26,9 +26,10 @@ def vllm_config(extra: dict[str, Any] | None = None) -> Any:
         kv_transfer_config=SimpleNamespace(
             kv_connector_extra_config=extra or {},
             kv_load_failure_policy="fail",
+            engine_id="engine",
         ),
         cache_config=SimpleNamespace(block_size=128),
-        parallel_config=SimpleNamespace(world_size=1),
+        parallel_config=SimpleNamespace(world_size=1, rank=0),
     )
 
 
@@ -345,7 +346,7 @@ def test_a_start_that_fails_half_way_ends_what_it_began(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # First Party
-    from lmcache.integration.vllm import refusal
+    from lmcache.integration.vllm import front_process
     from lmcache_rbln.integration.vllm import connector, service
 
     def stock(*_: Any, **__: Any) -> None:
@@ -355,7 +356,7 @@ def test_a_start_that_fails_half_way_ends_what_it_began(
     left: list[Exception] = []
     monkeypatch.setattr(service, "create_engine", lambda *_: object())
     monkeypatch.setattr(service, "destroy_engine", lambda: destroyed.append(True))
-    monkeypatch.setattr(refusal, "leave", left.append)
+    monkeypatch.setattr(front_process, "leave_reason", left.append)
     monkeypatch.setattr(connector.LMCacheConnectorV1Dynamic, "__init__", stock)
     before = set(connector._open)
     with pytest.raises(OSError, match="no socket") as caught:

@@ -22,7 +22,7 @@ import torch
 
 # First Party
 from lmcache import torch_device_type
-from lmcache.integration.vllm import refusal
+from lmcache.integration.vllm import front_process
 from lmcache.integration.vllm.lmcache_connector_v1 import LMCacheConnectorV1Dynamic
 from lmcache.integration.vllm.vllm_v1_adapter import LMCacheConnectorMetadata
 from lmcache.logging import init_logger
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-refusal.announce_in_front_process()
+front_process.announce()
 
 #: Steps that vLLM may have scheduled when it learns of a load that failed, and more.
 _STEPS_UNREPORTED = 4
@@ -115,7 +115,7 @@ class RBLNLMCacheConnectorV1(LMCacheConnectorV1Dynamic):
             self.shutdown()
             raise
 
-    @refusal.leaves_reason
+    @front_process.leaves_reason
     def _start(
         self,
         vllm_config: VllmConfig,
@@ -143,6 +143,7 @@ class RBLNLMCacheConnectorV1(LMCacheConnectorV1Dynamic):
         self._views: dict[str, RequestView | None] = {}
         self._unloaded = UnloadedBlocks(vllm_config.cache_config.block_size)
         _open.add(self)
+        front_process.leave_sockets(service.socket_paths(config, vllm_config))
         if role == KVConnectorRole.SCHEDULER:
             if self._settings.load_failure_policy == RECOMPUTE:
                 # vLLM reads it from here once the scheduler has its connector.
@@ -222,7 +223,7 @@ class RBLNLMCacheConnectorV1(LMCacheConnectorV1Dynamic):
             self.shutdown()
             raise
 
-    @refusal.leaves_reason
+    @front_process.leaves_reason
     def _register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         if self._paged_kv is not None:
             kv = self._paged_kv.register(list(kv_caches.values()))

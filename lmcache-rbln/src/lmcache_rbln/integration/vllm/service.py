@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 import logging
+import os
 
 # Third Party
 from vllm.distributed.parallel_state import get_tp_group
@@ -26,6 +27,7 @@ from lmcache.v1.cache_engine import LMCacheEngine, LMCacheEngineBuilder
 from lmcache.v1.config import LMCacheEngineConfig
 from lmcache.v1.config_base import validate_and_set_config_value
 from lmcache.v1.pin_monitor import PinMonitor
+from lmcache.v1.rpc_utils import ServiceKind, get_zmq_rpc_path_lmcache
 from lmcache_rbln.paged_kv import RBLNPagedKVConnector, TransferFailedError
 from lmcache_rbln.paged_kv_device import DeviceBlockTransfer
 from lmcache_rbln.settings.table import definitions
@@ -78,6 +80,37 @@ def engine_config(vllm_config: VllmConfig) -> LMCacheEngineConfig:
             range(vllm_config.parallel_config.world_size)
         )
     return config
+
+
+def socket_paths(config: LMCacheEngineConfig, vllm_config: VllmConfig) -> list[str]:
+    """List the files of the sockets that LMCache may bind in this process.
+
+    Args:
+        config: LMCache's configuration.
+        vllm_config: vLLM's configuration.
+
+    Returns:
+        Those of this rank, as worker and as scheduler.
+    """
+    transfer_config = vllm_config.kv_transfer_config
+    assert transfer_config is not None and transfer_config.engine_id is not None
+    lookup = transfer_config.kv_connector_extra_config.get("lmcache_rpc_port", 0)
+    offload = int(os.environ.get("LMCACHE_OFFLOAD_RPC_PORT", 100))
+    rank = vllm_config.parallel_config.rank
+    services: list[tuple[ServiceKind, Any]] = [
+        ("lookup", lookup),
+        ("lookup_worker", lookup),
+        ("lookup_scheduler", lookup),
+        ("offload", offload),
+    ]
+    paths = [
+        get_zmq_rpc_path_lmcache(transfer_config.engine_id, name, port, rank)
+        for name, port in services
+    ]
+    if prefix := config.internal_api_server_socket_path_prefix:
+        first = config.internal_api_server_port_start
+        paths += [f"{prefix}_{first}", f"{prefix}_{first + 1 + rank}"]
+    return paths
 
 
 def create_engine(
