@@ -9,8 +9,9 @@ engine's. Here the engine's thread only submits both.
 from __future__ import annotations
 
 # Standard
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 import functools
 import threading
@@ -86,12 +87,22 @@ class Restore(MessagingFuture[bool]):
 
 
 @functools.cache
-def _stream(purpose: str, device: torch.device | int) -> Any:
-    """Return a stream of a device, one for each purpose in a process."""
-    return torch_rbln().Stream(device)
+def _idle_streams(device: torch.device | int) -> list[Any]:
+    """Return the process's streams of a device with nothing to do, to take and lay."""
+    return []
 
 
-_waiting = threading.Lock()
+@contextmanager
+def _idle_stream(device: torch.device | int) -> Iterator[Any]:
+    """Lend a stream on which nothing is queued, to the caller alone."""
+    idle = _idle_streams(device)
+    try:
+        stream = idle.pop()
+    except IndexError:
+        stream = torch_rbln().Stream(device)
+    yield stream
+    # Where it failed it may not be idle.
+    idle.append(stream)
 
 
 class _Event:
@@ -111,14 +122,10 @@ class _Event:
         Raises:
             RuntimeError: If what it is behind failed.
         """
-        # A failure that is told here must not be kept from the engine, so this waits on
-        # another stream than the engine's. The pair is one step: between the two,
-        # another thread could be told of the failure in this one's place.
-        with _waiting:
-            waiting = _stream("waiting", self._device)
+        # Not on the engine's stream: a failure that is told here would be kept from it.
+        with _idle_stream(self._device) as waiting:
             self._event.wait(waiting)
-            passed = waiting.record_event()
-        passed.synchronize()
+            waiting.synchronize()
 
 
 class RblnTransferContext(AsyncEngineDrivenTransferContext):
@@ -182,9 +189,9 @@ class RblnTransferContext(AsyncEngineDrivenTransferContext):
             if not restore.begin_writing():
                 return False
             try:
-                # Nothing is queued on this stream that the copies could wait for.
-                with torch_rbln().stream(
-                    _stream("restores", _get_kv_device(kv_caches))
+                with (
+                    _idle_stream(_get_kv_device(kv_caches)) as stream,
+                    torch_rbln().stream(stream),
                 ):
                     scatter_cpu_to_paged_kv(
                         kv_caches,
