@@ -12,8 +12,8 @@ Settings, since a connector gets no others from a test:
 ``KV_PROBE_FOLDER`` receives one ``torch.save`` file per transfer;
 ``KV_PROBE_BLOCK_AXIS`` is the block axis of each layer's tensor, said by the test so
 that nothing is detected here. The worker obeys files in that folder, and removes them:
-``fail-next-load`` (the NPU fails in the next load), ``hold-next-load`` (the next load is
-about to write when it makes ``load-held``, and goes on when that is gone).
+``fail-next-load`` (the NPU fails in the next load), ``hold-next-load`` (about to write,
+the next load makes ``load-held``, and goes on when that is gone).
 """
 
 # Standard
