@@ -96,9 +96,8 @@ def measure(runtime: Runtime, blocks: int, tokens: int, folder: Path) -> list[Ga
     """
     model = tiny_models.make("qwen3", folder / "models", _SIZE)
     environment = serving_environment(runtime, folder / "cache") | own_machine(folder)
-    environment["PYTHONPATH"] = f"{ROOT}:{environment.get('PYTHONPATH', '')}".rstrip(
-        ":"
-    )
+    paths = [str(ROOT), environment.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     found: list[Gaps] = []
     answers = set()
     for kind, module in _CONNECTORS.items():

@@ -7,9 +7,9 @@
 Part ``transfer`` drives LMCache's own worker side against a real ``lmcache server``, in
 one process per worker and NPU: GB/s stored and restored by all of them, and the time of
 a store and of a restore on the engine's thread. Part ``ttft`` sends prompts through
-``vllm serve`` with a tiny model, once to compute and once to restore them. Part ``gaps``
-lets one request decode there while others restore, on the engine's thread and beside the
-engine. All restored bytes and all answers are compared.
+``vllm serve`` with a tiny model, once to compute and once to restore them. Part
+``gaps`` lets one request decode there while others restore, on the engine's thread and
+beside the engine. All restored bytes and all answers are compared.
 """
 
 # Future

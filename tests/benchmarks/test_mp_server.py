@@ -39,14 +39,8 @@ def test_summary_spans_all_workers_and_takes_medians() -> None:
     assert result.store_max_ms == pytest.approx(3)
     assert result.restore_ms == result.restore_max_ms == pytest.approx(2)
     cells = mp_server.transfer_table([result]).splitlines()[-1].split()
-    assert cells == [
-        "shm",
-        "2",
-        "1000.0",
-        "1.50",
-        "6.00",
-        *"2.00 3.00 2.00 2.00".split(),
-    ]
+    assert cells[:5] == ["shm", "2", "1000.0", "1.50", "6.00"]
+    assert cells[5:] == ["2.00", "3.00", "2.00", "2.00"]
 
 
 def test_gaps_are_between_tokens() -> None:
