@@ -31,12 +31,14 @@ class Completion:
         ttft_s: Seconds from sending the request to the first generated token.
         total_s: Seconds to the end of the answer.
         cached_tokens: Prompt tokens that vLLM did not compute.
+        times_s: Seconds from sending the request, for each token.
     """
 
     token_ids: tuple[int, ...]
     ttft_s: float
     total_s: float
     cached_tokens: int
+    times_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -171,7 +173,7 @@ def complete(
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_s)
     tokens: list[int] = []
     usage: dict[str, Any] = {}
-    ttft_s = 0.0
+    times: list[float] = []
     start = time.perf_counter()
     try:
         connection.request(
@@ -193,9 +195,8 @@ def complete(
             usage = event.get("usage") or usage
             for choice in event.get("choices", []):
                 new = choice.get("token_ids") or []
-                if new and not tokens:
-                    ttft_s = time.perf_counter() - start
                 tokens.extend(new)
+                times += [time.perf_counter() - start] * len(new)
     except (OSError, http.client.HTTPException) as error:
         raise RequestFailedError(f"connection to vLLM lost: {error!r}") from error
     finally:
@@ -205,9 +206,10 @@ def complete(
     details = usage.get("prompt_tokens_details") or {}
     return Completion(
         token_ids=tuple(tokens),
-        ttft_s=ttft_s,
+        ttft_s=times[0] if times else 0.0,
         total_s=time.perf_counter() - start,
         cached_tokens=int(details.get("cached_tokens") or 0),
+        times_s=tuple(times),
     )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chunks that a lookup locked are released, whatever becomes of the request."""
+"""What becomes of a request that was looked up: its locks, and its blocks."""
 
 # Future
 from __future__ import annotations
@@ -113,6 +113,9 @@ def connector(*clients: Client) -> Any:
             "_can_store": True,
             "_reserve_last_token_for_lookup": False,
             "_hit_alignment_tokens": BLOCK,
+            "_group_tokens_per_block": [BLOCK],
+            "_loading": set(),
+            "_ended_loads": set(),
             "_connector_stats": connectors.LMCacheMPConnectorStats(),
         },
     }
@@ -195,3 +198,48 @@ def test_a_request_that_needs_its_whole_prompt_computed(request_: Any) -> None:
     ours.update_state_after_alloc(request_, blocks(5), 0)
     ours.request_finished(request_, [])
     assert client.calls == [END]
+
+
+def step(ours: Any) -> Any:
+    """What the worker is told in a step in which nothing is computed."""
+    cached = SimpleNamespace(req_ids=[], resumed_req_ids=set())
+    scheduled = SimpleNamespace(
+        scheduled_new_reqs=[], scheduled_cached_reqs=cached, preempted_req_ids=set()
+    )
+    return ours.build_connector_meta(scheduled)
+
+
+def load(ours: Any, request: Any) -> None:
+    """Let a request be admitted, and its load be submitted."""
+    ours.get_num_new_matched_tokens(request, 0)
+    ours.update_state_after_alloc(request, blocks(5), 2 * CHUNK)
+    assert [meta.direction for meta in step(ours).requests] == ["RETRIEVE"]
+
+
+def loaded(*request_ids: str) -> Any:
+    """What all workers have reported."""
+    return SimpleNamespace(finished_recving=set(request_ids), kv_cache_events=None)
+
+
+def test_a_request_that_ends_while_it_loads_is_reported_as_loaded_only(
+    request_: Any,
+) -> None:
+    """vLLM frees its blocks then, and knows no such request afterwards."""
+    ours = connector(Client(2))
+    load(ours, request_)
+    ours.update_connector_output(loaded("another"))
+    ours.request_finished(request_, [])
+    assert step(ours).ended_loads == {"a request"}
+    assert step(ours).ended_loads == set()
+    ours.update_connector_output(loaded("a request"))
+    assert not ours._loading
+
+
+def test_a_request_that_ends_when_it_has_loaded_is_reported_as_ever(
+    request_: Any,
+) -> None:
+    ours = connector(Client(2))
+    load(ours, request_)
+    ours.update_connector_output(loaded("a request"))
+    ours.request_finished(request_, [])
+    assert step(ours).ended_loads == set()
