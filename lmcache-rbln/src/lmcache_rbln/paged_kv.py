@@ -1,15 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Moves KV between vLLM's paged cache and LMCache's memory objects, in process.
 
-Host memory objects hold a chunk in LMCache's token-major layout, ``[2, L, T, NH*HS]``
-or ``[1, L, T, HS]`` for MLA. They are filled and read by the active device's public
+All bytes are moved by the active device's public
 ``DeviceOps.multi_layer_block_kv_transfer``, one call per request.
 
-A storage backend may hand out memory objects *on the device* instead, in whatever
-layout suits it: nothing but the same device reads them. They go to a
-:class:`DeviceChunkTransfer`, given to :class:`RBLNPagedKVConnector` when it is made
-(``integration/vllm/service.py``). Which way a memory object goes is decided by the
-device of its tensor and by nothing else.
+Host memory objects hold a chunk in LMCache's token-major layout, ``[2, L, T, NH*HS]``
+or ``[1, L, T, HS]`` for MLA. A storage backend may hand out memory objects *on the
+device* instead (:class:`DeviceChunk`). Nothing but the same device reads those, so they
+keep its own order: layer by layer, the chunk's blocks as they lie in the paged cache.
+
+==========================  =============================  ========================
+paged cache                 chunk of n blocks              name
+==========================  =============================  ========================
+``[NB, 2, NH, 1, BS, HS]``  ``[L, n, 2, NH, 1, BS, HS]``   rbln-blocks-first-hnd/1
+``[2, NB, NH, 1, BS, HS]``  ``[L, 2, n, NH, 1, BS, HS]``   rbln-kv-first-hnd/1
+``[NB, BS, HS]`` (MLA)      ``[L, n, BS, HS]``             rbln-mla/1
+==========================  =============================  ========================
+
+To the device operations that is a cache without heads, ``[NB, BS, bytes of a block /
+BS]``, and chunks of it.
 """
 
 # Future
@@ -18,7 +27,8 @@ from __future__ import annotations
 # Standard
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from functools import cached_property
+from typing import Any, Protocol, cast, runtime_checkable
 
 # Third Party
 import torch
@@ -43,7 +53,15 @@ from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.metadata import LMCacheMetadata
 from lmcache.v1.platform import resolve_device_ops
 from lmcache.v1.platform.base.device_ops import DeviceOps
+from lmcache.v1.platform.devices.rbln.kv_transfer import InFlightError
 from lmcache.v1.platform.ops_types import PageBufferShapeDesc
+
+# Format of the paged cache -> name of a device chunk's layout.
+_LAYOUTS = {
+    EngineKVFormat.NL_X_NB_TWO_NH_BS_HS: "rbln-blocks-first-hnd/1",
+    EngineKVFormat.NL_X_TWO_NB_NH_ONE_BS_HS: "rbln-kv-first-hnd/1",
+    EngineKVFormat.NL_X_NB_BS_HS: "rbln-mla/1",
+}
 
 
 class TransferFailedError(RuntimeError):
@@ -56,6 +74,28 @@ class TransferFailedError(RuntimeError):
     def __init__(self, message: str, memory_objs: Sequence[MemoryObj]) -> None:
         super().__init__(message)
         self.memory_objs = list(memory_objs)
+
+
+@runtime_checkable
+class DeviceChunk(Protocol):
+    """A memory object on the device.
+
+    Attributes:
+        payload: Its memory, flat uint8.
+        layout: Name of the order of the bytes in it.
+        block_size: Tokens per block of that layout.
+        payload_bytes: Bytes of it that are filled.
+    """
+
+    layout: str
+    block_size: int
+    payload_bytes: int
+
+    @property
+    def payload(self) -> torch.Tensor: ...
+
+    def retire(self) -> None:
+        """Let nobody use the memory again: copies on it may be under way for ever."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +171,15 @@ class PagedKV:
             * get_head_size(layers, kv_format),
         )
 
+    @cached_property
+    def as_blocks(self) -> PagedKV:
+        """The same storage as device chunks hold it: without heads and planes."""
+        layers = self.layers
+        if self.kv_format == EngineKVFormat.NL_X_TWO_NB_NH_ONE_BS_HS:
+            layers = [plane for layer in layers for plane in layer]
+        shape = (self.num_blocks, self.block_size, -1)
+        return PagedKV.of([layer.view(shape) for layer in layers])
+
     def is_over(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Tell whether this describes exactly these tensors."""
         return len(tensors) == len(self.source) and all(
@@ -155,20 +204,6 @@ class ChunkBlocks:
     skip_blocks: int
 
 
-class DeviceChunkTransfer(Protocol):
-    """Moves chunks whose memory objects are on the device.
-
-    Both calls return when the copies are complete, and raise if one fails. Any number
-    of threads may call.
-    """
-
-    def gather(self, kv: PagedKV, chunks: Sequence[ChunkBlocks]) -> None:
-        """Copy blocks of the paged cache into the chunks' memory objects."""
-
-    def scatter(self, kv: PagedKV, chunks: Sequence[ChunkBlocks]) -> None:
-        """Copy the chunks' memory objects into blocks of the paged cache."""
-
-
 class RBLNPagedKVConnector(GPUConnectorInterface):
     """LMCache's connector to vLLM-RBLN's paged KV cache.
 
@@ -176,17 +211,10 @@ class RBLNPagedKVConnector(GPUConnectorInterface):
 
     Args:
         metadata: LMCache's description of the model.
-        device_chunks: Serves memory objects on the device, if a storage backend hands
-            out such.
     """
 
-    def __init__(
-        self,
-        metadata: LMCacheMetadata,
-        device_chunks: DeviceChunkTransfer | None = None,
-    ) -> None:
+    def __init__(self, metadata: LMCacheMetadata) -> None:
         self._metadata = metadata
-        self._device_chunks = device_chunks
         self._kv: PagedKV | None = None
 
     def register(self, tensors: Sequence[torch.Tensor]) -> PagedKV:
@@ -319,19 +347,18 @@ class RBLNPagedKVConnector(GPUConnectorInterface):
                 _locate(kv, obj, slots, start, end, cached_tokens)
                 for obj, start, end in zip(memory_objs, starts, ends, strict=True)
             ]
-            chunks = [c for c in chunks if c.skip_blocks < len(c.block_ids)]
-            host = [c for c in chunks if _tensor(c).device.type == "cpu"]
-            on_device = [c for c in chunks if _tensor(c).device == kv.device]
-            if len(host) + len(on_device) != len(chunks):
-                wrong = {str(_tensor(c).device) for c in chunks} - {"cpu"}
+            places = {_tensor(chunk).device for chunk in chunks}
+            if wrong := places - {torch.device("cpu"), kv.device}:
                 raise ValueError(
-                    f"memory objects on {', '.join(sorted(wrong))}, wanted cpu or the "
-                    f"KV cache's {kv.device}"
+                    f"memory objects on {', '.join(map(str, wrong))}, wanted cpu or "
+                    f"the KV cache's {kv.device}"
                 )
-            for run in _runs(host, self._metadata.chunk_size):
-                self._move_host(kv, direction, run)
-            if on_device:
-                self._move_on_device(kv, direction, on_device)
+            for run in _runs(chunks, self._metadata.chunk_size):
+                if _tensor(run[0]).device == kv.device:
+                    self._move_on_device(kv, direction, run)
+                else:
+                    tensors = [_plane_view(kv, _tensor(chunk)) for chunk in run]
+                    self._move_run(kv, direction, run, tensors)
         except Exception as error:
             verb = "gather" if direction == TransferDirection.D2H else "scatter"
             raise TransferFailedError(
@@ -340,14 +367,18 @@ class RBLNPagedKVConnector(GPUConnectorInterface):
             ) from error
 
     @torch.inference_mode()
-    def _move_host(
-        self, kv: PagedKV, direction: TransferDirection, run: list[ChunkBlocks]
+    def _move_run(
+        self,
+        kv: PagedKV,
+        direction: TransferDirection,
+        run: list[ChunkBlocks],
+        tensors: list[torch.Tensor],
     ) -> None:
         # Always in inference mode, for operations that don't see to it themselves: vLLM
         # makes its KV cache there, and it can be written nowhere else.
         kv.ops.multi_layer_block_kv_transfer(
             kv.layers,
-            [_plane_view(kv, _tensor(chunk)) for chunk in run],
+            tensors,
             [block for chunk in run for block in chunk.block_ids],
             kv.device,
             direction,
@@ -358,17 +389,41 @@ class RBLNPagedKVConnector(GPUConnectorInterface):
         )
 
     def _move_on_device(
-        self, kv: PagedKV, direction: TransferDirection, chunks: list[ChunkBlocks]
+        self, kv: PagedKV, direction: TransferDirection, run: list[ChunkBlocks]
     ) -> None:
-        if self._device_chunks is None:
-            raise ValueError(
-                f"memory objects on {kv.device} without a storage backend that keeps "
-                "chunks there"
-            )
-        if direction == TransferDirection.D2H:
-            self._device_chunks.gather(kv, chunks)
-        else:
-            self._device_chunks.scatter(kv, chunks)
+        """Move whole blocks between the cache and chunks on its device."""
+        blocks, made = kv.as_blocks, (_LAYOUTS[kv.kv_format], kv.block_size)
+        gathers = direction == TransferDirection.D2H
+        objs: list[DeviceChunk] = []
+        tensors: list[torch.Tensor] = []
+        for chunk in run:
+            obj: object = chunk.memory_obj
+            if not isinstance(obj, DeviceChunk):
+                raise ValueError(
+                    f"memory objects on {kv.device} without a storage backend that "
+                    f"keeps chunks there: {obj!r}"
+                )
+            if not gathers and (obj.layout, obj.block_size) != made:
+                raise ValueError(
+                    f"the chunk is laid out as {obj.layout} with blocks of "
+                    f"{obj.block_size} tokens, the KV cache as {made[0]} with blocks "
+                    f"of {made[1]}"
+                )
+            shape = (len(blocks.layers), len(chunk.block_ids) * kv.block_size)
+            elements = shape[0] * shape[1] * blocks.hidden_size
+            used = obj.payload.view(kv.dtype)[:elements]
+            objs.append(obj)
+            tensors.append(used.view(*shape, blocks.hidden_size))
+        try:
+            self._move_run(blocks, direction, run, tensors)
+        except InFlightError:
+            for obj in objs:
+                obj.retire()
+            raise
+        if gathers:
+            for obj, tensor in zip(objs, tensors, strict=True):
+                obj.layout, obj.block_size = made
+                obj.payload_bytes = tensor.nbytes
 
 
 def _tensor(chunk: ChunkBlocks) -> torch.Tensor:
@@ -420,11 +475,20 @@ def _locate(
 def _runs(chunks: Sequence[ChunkBlocks], chunk_size: int) -> list[list[ChunkBlocks]]:
     """Split chunks into what one device operation takes.
 
-    Only its last chunk may be short, and only its first may have blocks to skip.
+    All of them are on one device. Only its last chunk may be short, and only its first
+    may have blocks to skip.
     """
     runs: list[list[ChunkBlocks]] = []
     for chunk in chunks:
-        if not runs or chunk.skip_blocks or runs[-1][-1].tokens < chunk_size:
+        if chunk.skip_blocks == len(chunk.block_ids):
+            continue
+        last = runs[-1][-1] if runs else None
+        if (
+            last is None
+            or chunk.skip_blocks
+            or last.tokens < chunk_size
+            or _tensor(last).device != _tensor(chunk).device
+        ):
             runs.append([])
         runs[-1].append(chunk)
     return runs

@@ -15,11 +15,9 @@ import torch
 import xxhash
 
 # First Party
-from lmcache_rbln.storage_plugin.rds_header import (
+from lmcache_rbln.storage_plugin.rds.header import (
     HEADER_BYTES,
     ChunkHeader,
-    HeaderError,
-    decode,
     key_digest,
     mismatch,
 )
@@ -52,21 +50,6 @@ def test_every_byte_is_where_the_specification_says() -> None:
     )
 
 
-@given(
-    key=st.binary(min_size=16, max_size=16),
-    payload_bytes=st.integers(0, 2**64 - 1),
-    shape=st.lists(st.integers(0, 2**64 - 1), max_size=8).map(tuple),
-    dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.uint8]),
-    layout=st.text("abc-/1", min_size=1, max_size=32),
-    block_size=st.integers(0, 2**64 - 1),
-    checksum_kind=st.sampled_from(["full", "header"]),
-    checksum=st.binary(min_size=16, max_size=16),
-)
-def test_what_is_written_is_read(**fields: object) -> None:
-    header = ChunkHeader(**fields)  # type: ignore[arg-type]
-    assert decode(header.encode()) == header
-
-
 def sealed(body: bytes | bytearray) -> bytes:
     """A header with a seal that fits, whatever it says."""
     return bytes(body[:4088]) + struct.pack("<Q", xxhash.xxh3_64_intdigest(body[:4088]))
@@ -91,16 +74,6 @@ def test_no_changed_byte_passes(seal: bool) -> None:
             broken[at] ^= change
             hostile = sealed(broken) if seal else bytes(broken)
             assert mismatch(hostile, HEADER)
-            refused(hostile, must=not seal or at >= 160)
-
-
-def refused(data: bytes, must: bool) -> None:
-    """Refused as no header, or read as exactly what it is."""
-    try:
-        assert decode(data).encode() == data
-    except HeaderError:
-        return
-    assert not must
 
 
 # What a field may hold that its reader does not expect; where, and what.
@@ -140,7 +113,6 @@ def test_a_hostile_header_is_a_mismatch_and_no_error(name: str) -> None:
     body = bytearray(HEADER.encode())
     body[at : at + len(value)] = value
     assert mismatch(sealed(body), HEADER)
-    refused(sealed(body), must=False)
 
 
 @given(st.binary(max_size=4200), st.booleans(), st.booleans())
@@ -152,57 +124,24 @@ def test_bytes_of_any_kind_are_a_mismatch_and_no_error(
     if seal:
         data = sealed(data.ljust(4088, b"\0"))
     assert mismatch(data, HEADER)
-    refused(data, must=False)
 
 
 @pytest.mark.parametrize(
     ("data", "why"),
     [
-        (b"", "4096 bytes, got 0"),
-        (HEADER.encode()[:-1], "4096 bytes, got 4095"),
-        (bytes(4096), "no chunk begins here"),
-        (b"\xa5" * 4096, "no chunk begins here"),
-        (HEADER.encode()[:2048] + bytes(2048), "checksum is wrong"),
+        (b"", "no chunk begins"),
+        (bytes(4096), "no chunk begins"),
+        (HEADER.encode()[:-1], "is not the one that was written"),
+        (HEADER.encode()[:2048] + bytes(2048), "is not the one that was written"),
     ],
 )
 def test_what_is_no_header(data: bytes, why: str) -> None:
-    with pytest.raises(HeaderError, match=why):
-        decode(data)
+    assert why in str(mismatch(data, HEADER))
 
 
-def test_another_version_is_refused() -> None:
-    body = bytearray(HEADER.encode()[:4088])
-    body[8] = 2
-    sealed = bytes(body) + struct.pack("<Q", xxhash.xxh3_64_intdigest(body))
-    with pytest.raises(HeaderError, match="header version 2, this is version 1"):
-        decode(sealed)
-
-
-@pytest.mark.parametrize("at", [10, 12, 14])
-def test_a_number_out_of_range_is_refused(at: int) -> None:
-    body = bytearray(HEADER.encode()[:4088])
-    body[at] = 99
-    sealed = bytes(body) + struct.pack("<Q", xxhash.xxh3_64_intdigest(body))
-    with pytest.raises(HeaderError, match="out of range"):
-        decode(sealed)
-
-
-def test_what_does_not_fit_is_refused() -> None:
-    for wrong in (
-        replace(HEADER, dtype=torch.complex64),
-        replace(HEADER, shape=(1,) * 9),
-        replace(HEADER, layout="x" * 33),
-        replace(HEADER, key=b"short"),
-        replace(HEADER, layout=""),
-        replace(HEADER, layout="bl\u00f6cke/1"),
-        replace(HEADER, layout="a\0"),
-        replace(HEADER, checksum_kind="half"),
-        replace(HEADER, payload_bytes=-1),
-        replace(HEADER, block_size=1 << 64),
-        replace(HEADER, shape=(1 << 64,)),
-    ):
-        with pytest.raises(HeaderError):
-            wrong.encode()
+def test_a_dtype_without_a_number_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"torch.complex64 has no number"):
+        replace(HEADER, dtype=torch.complex64).encode()
 
 
 def test_the_key_digest() -> None:

@@ -13,9 +13,9 @@ import torch
 # First Party
 from lmcache.utils import CacheEngineKey
 from lmcache.v1.memory_management import MemoryFormat
-from lmcache_rbln.storage_plugin import rds_index
-from lmcache_rbln.storage_plugin.rds_device import Region
-from lmcache_rbln.storage_plugin.rds_index import ChunkIndex, Entry
+from lmcache_rbln.storage_plugin.rds import index as rds_index
+from lmcache_rbln.storage_plugin.rds.device import Region
+from lmcache_rbln.storage_plugin.rds.index import ChunkIndex, Entry
 
 
 def key_of(number: int) -> CacheEngineKey:

@@ -27,7 +27,6 @@ from lmcache.v1.config import LMCacheEngineConfig
 from lmcache.v1.config_base import validate_and_set_config_value
 from lmcache.v1.pin_monitor import PinMonitor
 from lmcache_rbln.paged_kv import RBLNPagedKVConnector, TransferFailedError
-from lmcache_rbln.paged_kv_device import DeviceBlockTransfer
 
 if TYPE_CHECKING:
     # Third Party
@@ -99,7 +98,7 @@ def create_engine(
     factory = VllmServiceFactory(config, vllm_config, "worker")
     metadata = factory.get_or_create_metadata()
     assert metadata is not None
-    paged_kv = RBLNPagedKVConnector(metadata, DeviceBlockTransfer())
+    paged_kv = RBLNPagedKVConnector(metadata)
     tp_group = get_tp_group()
     engine = LMCacheEngineBuilder.get_or_create(
         ENGINE_NAME,

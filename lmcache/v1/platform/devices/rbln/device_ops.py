@@ -77,7 +77,7 @@ class RblnDeviceOps(DeviceOps):
             lmcache_objects_ptrs: Host chunks of ``lmcache_chunk_size`` tokens,
                 ``[2, L, T, NH*HS]``, or ``[L, T, HS]`` for MLA, in the KV cache's
                 dtype. Only the last may hold fewer tokens, and it may end inside a
-                block.
+                block. Those of MLA may also be on ``device``, all of them.
             block_ids: Block ids of all chunks in token order, as many as cover their
                 tokens.
             device: Device that holds the layers.
@@ -233,8 +233,14 @@ def _require_shape_desc(geometry: KVGeometry, shape_desc: PageBufferShapeDesc) -
 def _require_chunks(
     geometry: KVGeometry, chunks: Sequence[torch.Tensor], chunk_size: int
 ) -> None:
-    """Refuse chunks that do not hold this KV cache's tokens in host memory."""
+    """Refuse chunks that do not hold this KV cache's tokens where they can be used."""
     block_size = geometry.block_size
+    places = {torch.device("cpu")}
+    if geometry.num_planes * geometry.num_heads == 1 and chunks:
+        # The device copies between such a cache and a chunk of its own.
+        places.add(geometry.device)
+        if chunks[0].device in places:
+            places = {chunks[0].device}
     if chunk_size <= 0 or chunk_size % block_size:
         fitting = max(1, -(-chunk_size // block_size)) * block_size
         raise ValueError(
@@ -256,10 +262,9 @@ def _require_chunks(
                 f"chunk {index} is {chunk.dtype} but the KV cache is {geometry.dtype}; "
                 "a chunk is stored and restored in the KV cache's dtype"
             )
-        if chunk.device.type != "cpu":
-            raise ValueError(
-                f"chunk {index} is on {chunk.device}, wanted host memory (cpu)"
-            )
+        if chunk.device not in places:
+            wanted_on = " or ".join(sorted(map(str, places)))
+            raise ValueError(f"chunk {index} is on {chunk.device}, wanted {wanted_on}")
         if chunk.stride(-1) != 1 and chunk.shape[-1] > 1:
             raise ValueError(
                 f"chunk {index} has strides {list(chunk.stride())}; the last axis must "

@@ -25,8 +25,8 @@ from lmcache.utils import CacheEngineKey
 from lmcache.v1.memory_management import MemoryFormat
 
 # Local
-from .rds_device import Region
-from .rds_header import ChunkHeader
+from .device import Region
+from .header import ChunkHeader
 
 #: Keys that are not stored, of which the one before is remembered: those of prompts
 #: that are being computed, between the lookup and the store of each chunk.

@@ -1,0 +1,376 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The chunks of one worker: stored in batches, restored verified, evicted for space."""
+
+# Standard
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+import threading
+import time
+
+# First Party
+from lmcache.logging import init_logger
+from lmcache.utils import CacheEngineKey
+from lmcache.v1.memory_management import MemoryObj
+
+# Local
+from .chunk_io import ChunkIO, Read, Write
+from .device import RDSError, RDSFullError, Region
+from .header import key_digest
+from .index import ChunkIndex, Entry
+from .regions import RDSLimitError, RegionPool
+from .settings import RDSSettings
+from .staging import StagedMemoryObj, StagingAllocator
+from .threads import DaemonThreads
+
+logger = init_logger(__name__)
+
+#: Times that a batch makes space on a full NVMe by eviction.
+_MOST_EVICTIONS = 3
+
+OnComplete = Callable[[CacheEngineKey], None]
+_Batch = list[tuple[CacheEngineKey, StagedMemoryObj]]
+
+
+class ChunkStore:
+    """Stores and restores chunks; any number of threads may call.
+
+    Args:
+        io: Moves the bytes.
+        index: Knows which chunk is where.
+        regions: Space for them.
+        allocator: Staging memory for restores.
+        metrics: Counts them, by name.
+        settings: What to do with failures, and how long to wait.
+        overlapped: Whether to write in a thread of its own.
+        changed: Called when chunks, space or staging memory have changed.
+    """
+
+    def __init__(
+        self,
+        io: ChunkIO,
+        index: ChunkIndex,
+        regions: RegionPool,
+        allocator: StagingAllocator,
+        metrics: dict[str, Any],
+        settings: RDSSettings,
+        overlapped: bool,
+        changed: Callable[[], None],
+    ) -> None:
+        self._io = io
+        self._index = index
+        self._regions = regions
+        self._allocator = allocator
+        self._metrics = metrics
+        self._settings = settings
+        self._changed = changed
+        # One: batches are written in the order in which they were stored.
+        self._writer = DaemonThreads(1, "rds-writer") if overlapped else None
+        self._lock = threading.Condition()
+        self._pending = 0
+        self._closed = False
+        self._told_limit = False
+        self._failure: Exception | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether batches are being written, whose staging memory will come back."""
+        return self._pending > 0
+
+    def raise_pending(self) -> None:
+        """Raise the first failure since the last call, under the policy ``raise``.
+
+        Raises:
+            RDSError: There was one.
+        """
+        with self._lock:
+            failure, self._failure = self._failure, None
+        if failure is not None:
+            raise RDSError(f"rds_failure_policy is raise: {failure}") from failure
+
+    def _failed(self, counter: str, count: int, error: Exception) -> None:
+        """Count chunks that failed, and remember why if that is to be raised."""
+        self._metrics[counter].inc(count)
+        if self._settings.failure_policy == "raise":
+            with self._lock:
+                self._failure = self._failure or error
+
+    # ---- store ----------------------------------------------------------------------
+
+    def put(
+        self,
+        keys: Sequence[CacheEngineKey],
+        objs: Sequence[MemoryObj],
+        on_complete: OnComplete | None,
+    ) -> Future[None] | None:
+        """Write chunks; those that are stored or being written already are left out.
+
+        Args:
+            keys: Their keys, in the order of a prompt.
+            objs: The chunks; each gets a reference of its own until it is written.
+            on_complete: Called with each key that is down.
+
+        Returns:
+            The future of the batch; ``None`` if it is done, or there is nothing to do.
+
+        Raises:
+            TypeError: A chunk is not in staging memory; nothing is written.
+        """
+        staged = []
+        for obj in objs:
+            if not isinstance(obj, StagedMemoryObj):
+                raise TypeError(
+                    f"RDSBackend stores chunks in its own staging memory, got {obj!r}"
+                )
+            staged.append(obj)
+        pairs = list(zip(keys, staged, strict=True))
+        claimed = self._index.claim(keys)
+        batch = [pair for pair, new in zip(pairs, claimed, strict=True) if new]
+        if not batch:
+            return None
+        for _, obj in batch:
+            obj.ref_count_up()
+        with self._lock:
+            self._pending += 1
+        if self._writer is not None:
+            try:
+                return self._writer.submit(self._put, batch, on_complete)
+            except RuntimeError:  # closed: below, it only lets the batch go
+                pass
+        self._put(batch, on_complete)
+        return None
+
+    def _put(self, batch: _Batch, on_complete: OnComplete | None) -> None:
+        """Write a batch, and let go of it: claims and references, once each."""
+        written = 0
+        try:
+            if not self._closed:
+                self._changed()
+                written = self._write(batch)
+        except Exception as error:  # never into the engine, or unseen into a future
+            self._tell_failure(len(batch), error)
+        finally:
+            for key, _ in batch[written:]:
+                self._index.abandon(key)
+            with self._lock:
+                self._pending -= 1
+                self._lock.notify_all()
+            # Who waits for staging memory is woken by this, and sees who is busy.
+            for _, obj in batch:
+                obj.ref_count_down()
+        self._changed()
+        for key, _ in batch[:written]:
+            if on_complete is not None:
+                try:
+                    on_complete(key)
+                except Exception as error:
+                    logger.warning("The callback of %s failed: %s", key, error)
+
+    def _write(self, batch: _Batch) -> int:
+        """Write as much of a batch as there is space for, and tell of the rest.
+
+        Returns:
+            How many chunks, from the first one on, are visible.
+        """
+        started = time.perf_counter()
+        regions: list[Region] = []
+        no_space: Exception | None = None
+        evictions = _MOST_EVICTIONS
+        try:
+            try:
+                for key, _ in batch:
+                    regions.append(self._regions.acquire(partial(self._evict, key)))
+            except Exception as error:  # whatever it is, what was taken is used
+                no_space = error
+            while regions:
+                part = batch[: len(regions)]
+                try:
+                    self._publish(part, regions)
+                    break
+                except RDSFullError as error:
+                    no_space = error
+                if evictions and self._evict_for(part):
+                    evictions -= 1
+                else:
+                    # The space of its last chunk may be what the others lack. Where
+                    # eviction made none, what is stored is worth more than this batch.
+                    self._regions.discard(regions.pop())
+        except BaseException as error:
+            for region in regions:
+                # What it holds now is not known: the space goes back, not the region.
+                self._regions.discard(region)
+            if not isinstance(error, Exception):
+                raise
+            self._tell_failure(len(regions), error)
+            written, rest = 0, len(batch) - len(regions)
+        else:
+            written, rest = len(regions), len(batch) - len(regions)
+        if written:
+            nbytes = sum(obj.payload_bytes for _, obj in batch[:written])
+            self._metrics["write_seconds"].observe(time.perf_counter() - started)
+            self._metrics["written_chunks"].inc(written)
+            self._metrics["written_bytes"].inc(nbytes)
+        if rest and no_space is not None:
+            # Full of what must stay, the beginning of this batch at least: no failure.
+            full = isinstance(no_space, RDSFullError) and evictions and self._index
+            if full or isinstance(no_space, RDSLimitError):
+                self._tell_limit(rest, no_space)
+            else:
+                self._tell_failure(rest, no_space)
+        return written
+
+    def _publish(self, batch: _Batch, regions: list[Region]) -> None:
+        """Write chunks into regions and make their keys visible; all, or none."""
+        headers = self._io.write(
+            [
+                Write(obj, region, key_digest(key.to_string()))
+                for (key, obj), region in zip(batch, regions, strict=True)
+            ]
+        )
+        stored = []
+        for (key, obj), region, header in zip(batch, regions, headers, strict=True):
+            shapes, dtypes = list(obj.get_shapes()), list(obj.get_dtypes())
+            stored.append((key, Entry(region, header, shapes, dtypes, obj.meta.fmt)))
+        self._index.publish(stored)
+
+    def _evict(self, room_for: CacheEngineKey) -> Region | None:
+        victim = self._index.evict(room_for)
+        if victim is None:
+            return None
+        self._metrics["evicted_chunks"].inc()
+        return victim.region
+
+    def _evict_for(self, batch: _Batch) -> bool:
+        """Give back as much space as a batch needs; False if all must stay."""
+        last = batch[-1][0]
+        freed = [region for _ in batch if (region := self._evict(last)) is not None]
+        for region in freed:
+            self._regions.discard(region)
+        return bool(freed)
+
+    def _tell_failure(self, count: int, error: Exception) -> None:
+        logger.error("RDS batched write failed for %d keys: %s", count, error)
+        self._failed("write_failures", count, error)
+
+    def _tell_limit(self, count: int, reason: Exception) -> None:
+        self._metrics["unplaced_chunks"].inc(count)
+        if not self._told_limit:
+            self._told_limit = True
+            logger.warning(
+                "RDS has no space for %d chunks, which are not stored: %s. Raise "
+                "rds_max_chunks or rds_capacity for longer prompts (not said again; "
+                "lmcache:rds_unplaced_chunks_total counts them)",
+                count,
+                reason,
+            )
+
+    # ---- restore --------------------------------------------------------------------
+
+    def load(self, keys: list[CacheEngineKey]) -> list[MemoryObj | None]:
+        """Restore chunks into staging memory; never raises for the storage.
+
+        Chunks that cannot be read, or are not what was written, are forgotten.
+
+        Args:
+            keys: Keys in the order of a prompt.
+
+        Returns:
+            For each a verified chunk with one reference, or ``None``.
+        """
+        entries = self._index.begin_reads(keys)
+        reads: list[Read] = []
+        try:
+            self._take_memory(entries, len(keys), reads)
+            if reads:
+                self._read(reads)
+            # Before the reads end, so that no region is used again first.
+            for key, entry, read in zip(keys, entries, reads, strict=False):
+                if read.error is not None:
+                    self._drop_unreadable(key, entry, read)
+        except BaseException as error:
+            for read in reads:
+                read.obj.ref_count_down()
+            if not isinstance(error, Exception):
+                raise
+            # Whatever it is, the engine computes the tokens instead.
+            logger.exception("RDS restore of %d chunks failed", len(keys))
+            self._failed("read_failures", len(entries), error)
+            return [None] * len(keys)
+        finally:
+            for entry in entries:
+                self._index.end_read(entry)
+        result: list[MemoryObj | None] = [None] * len(keys)
+        for place, read in enumerate(reads):
+            if read.error is None:
+                result[place] = read.obj
+            else:
+                read.obj.ref_count_down()
+        self._changed()
+        return result
+
+    def _take_memory(
+        self, entries: list[Entry], wanted: int, reads: list[Read]
+    ) -> None:
+        """Take staging memory for as many chunks as there is in time."""
+        end = time.monotonic() + self._settings.wait_timeout
+        for entry in entries:
+            obj = self._allocator.allocate_within(
+                entry.shapes, entry.dtypes, entry.fmt, lambda: end - time.monotonic()
+            )
+            if obj is None:
+                self._metrics["staging_failures"].inc()
+                logger.warning(
+                    "No RDS staging memory within %.1f s: %d of %d chunks restored; "
+                    "raise rds_buffer_size",
+                    self._settings.wait_timeout,
+                    len(reads),
+                    wanted,
+                )
+                return
+            obj.layout = entry.header.layout
+            obj.block_size = entry.header.block_size
+            obj.payload_bytes = entry.header.payload_bytes
+            reads.append(Read(obj, entry.region, entry.header))
+
+    def _read(self, reads: list[Read]) -> None:
+        started = time.perf_counter()
+        self._io.read(reads)
+        self._metrics["read_seconds"].observe(time.perf_counter() - started)
+        good = [read for read in reads if read.error is None]
+        self._metrics["read_chunks"].inc(len(good))
+        self._metrics["read_bytes"].inc(sum(r.header.payload_bytes for r in good))
+
+    def _drop_unreadable(self, key: CacheEngineKey, entry: Entry, read: Read) -> None:
+        # It may be the place that is bad: the next chunk must not get it.
+        entry.region.sound = False
+        self._index.remove(key, only=entry)
+        name = key.to_string()
+        if read.damaged:
+            self._metrics["rejected_chunks"].inc()
+            logger.error("RDS chunk %s is damaged and dropped: %s", name, read.error)
+        else:
+            error = RDSError(f"RDS read failed for {name}: {read.error}")
+            logger.error("%s", error)
+            self._failed("read_failures", 1, error)
+
+    # ---- end ------------------------------------------------------------------------
+
+    def close(self, seconds: float) -> None:
+        """Drop what has not begun to be written, and wait for what has.
+
+        Args:
+            seconds: Longest wait.
+        """
+        self._closed = True
+        if self._writer is not None:
+            self._writer.close(cancel=False)
+        with self._lock:
+            ended = self._lock.wait_for(lambda: not self.busy, seconds)
+        if not ended:
+            logger.error(
+                "An RDS write has not ended within %.0f s; going on without it",
+                seconds,
+            )
+        self._index.close()
+        self._regions.close()
