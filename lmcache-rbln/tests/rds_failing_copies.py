@@ -88,7 +88,7 @@ def run(threads: int, rounds: int) -> dict[str, int]:
         **counts,
         "free": allocator.free_slots,
         "slots": allocator.num_slots,
-        "lost": len(backend._io._lost),
+        "lost": len(backend._store.io._lost),
     }
 
 

@@ -162,7 +162,7 @@ class Engine:
 
     def region(self, number: int) -> Region:
         """Where a chunk is on the NVMe."""
-        return self.backend._index._entries[key_of(number)].region
+        return self.backend._store.index._entries[key_of(number)].region
 
     def load(self, *numbers: int) -> list[bool]:
         """Restore chunks; returns which came back, with exactly their bytes."""

@@ -60,7 +60,10 @@ def scheduler_side(lookup: Any, block_size: int, chunk_size: int) -> Any:
     )
     transfer_config = SimpleNamespace(kv_load_failure_policy="recompute")
     vars(connector).update(
-        _vllm_config=SimpleNamespace(kv_transfer_config=transfer_config),
+        _vllm_config=SimpleNamespace(
+            kv_transfer_config=transfer_config,
+            cache_config=SimpleNamespace(block_size=block_size),
+        ),
         _lmcache_engine=inner,
         _settings=Settings(),
         _views={},

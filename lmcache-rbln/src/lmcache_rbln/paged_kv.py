@@ -40,11 +40,7 @@ from lmcache.v1.gpu_connector.gpu_connectors import GPUConnectorInterface
 from lmcache.v1.gpu_connector.utils import (
     get_block_size,
     get_device,
-    get_dtype,
-    get_head_size,
-    get_kv_size,
     get_num_blocks,
-    get_num_heads,
     get_num_layers,
     make_page_buffer_shape_desc,
     normalize_kv_and_discover_format,
@@ -106,27 +102,15 @@ class PagedKV:
         source: The tensors that vLLM registered, one per layer.
         layers: The same storage in the shape that ``kv_format`` describes.
         kv_format: Layout of the layers.
-        shape_desc: LMCache's description of the layers.
+        desc: LMCache's description of the layers.
         ops: Operations of the device that holds them.
-        device: Device that holds the layers.
-        dtype: Type of an element.
-        planes: 2 for keys and values, 1 for MLA.
-        block_size: Tokens per block.
-        num_blocks: Blocks per layer.
-        hidden_size: Elements per token, layer and plane.
     """
 
     source: tuple[torch.Tensor, ...]
     layers: list[torch.Tensor]
     kv_format: EngineKVFormat
-    shape_desc: PageBufferShapeDesc
+    desc: PageBufferShapeDesc
     ops: DeviceOps
-    device: torch.device
-    dtype: torch.dtype
-    planes: int
-    block_size: int
-    num_blocks: int
-    hidden_size: int
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor]) -> PagedKV:
@@ -144,32 +128,36 @@ class PagedKV:
         kv_format, layers = normalize_kv_and_discover_format(
             list(tensors), EngineType.VLLM
         )
-        num_layers = get_num_layers(layers, kv_format)
-        block_size = get_block_size(layers, kv_format)
-        num_blocks = get_num_blocks(layers, kv_format)
-        device = get_device(layers)
         return cls(
             source=tuple(tensors),
             # One tensor per layer came in, and so they are returned.
             layers=cast("list[torch.Tensor]", layers),
             kv_format=kv_format,
-            shape_desc=make_page_buffer_shape_desc(
+            desc=make_page_buffer_shape_desc(
                 layers,
                 kv_format,
                 layer_idx=0,
-                num_layers_in_group=num_layers,
-                num_blocks=num_blocks,
-                block_size=block_size,
+                num_layers_in_group=get_num_layers(layers, kv_format),
+                num_blocks=get_num_blocks(layers, kv_format),
+                block_size=get_block_size(layers, kv_format),
             ),
-            ops=resolve_device_ops(device.type),
-            device=device,
-            dtype=get_dtype(layers, kv_format),
-            planes=get_kv_size(layers, kv_format),
-            block_size=block_size,
-            num_blocks=num_blocks,
-            hidden_size=get_num_heads(layers, kv_format)
-            * get_head_size(layers, kv_format),
+            ops=resolve_device_ops(get_device(layers).type),
         )
+
+    @property
+    def device(self) -> torch.device:
+        """Device that holds the layers."""
+        return self.layers[0].device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of an element."""
+        return self.layers[0].dtype
+
+    @property
+    def hidden_size(self) -> int:
+        """Elements per token, layer and plane."""
+        return self.desc.nh * self.desc.hs
 
     @cached_property
     def as_blocks(self) -> PagedKV:
@@ -177,7 +165,7 @@ class PagedKV:
         layers = self.layers
         if self.kv_format == EngineKVFormat.NL_X_TWO_NB_NH_ONE_BS_HS:
             layers = [plane for layer in layers for plane in layer]
-        shape = (self.num_blocks, self.block_size, -1)
+        shape = (self.desc.nb, self.desc.bs, -1)
         return PagedKV.of([layer.view(shape) for layer in layers])
 
     def is_over(self, tensors: Sequence[torch.Tensor]) -> bool:
@@ -238,14 +226,14 @@ class RBLNPagedKVConnector(GPUConnectorInterface):
         kv = PagedKV.of(tensors)
         num_layers, planes, _, heads, head_size = self._metadata.kv_shape
         chunk_size = self._metadata.chunk_size
-        if chunk_size % kv.block_size:
+        if chunk_size % kv.desc.bs:
             raise ValueError(
                 f"LMCache's chunk size is {chunk_size} tokens, wanted a multiple of "
-                f"the KV cache's block size {kv.block_size}; set LMCACHE_CHUNK_SIZE"
+                f"the KV cache's block size {kv.desc.bs}; set LMCACHE_CHUNK_SIZE"
             )
         facts = {
             "layers": (len(kv.layers), num_layers),
-            "planes (K and V)": (kv.planes, planes),
+            "planes (K and V)": (kv.desc.kv_size, planes),
             "elements per token": (kv.hidden_size, heads * head_size),
             "dtype": (kv.dtype, self._metadata.kv_dtype),
         }
@@ -311,16 +299,8 @@ class RBLNPagedKVConnector(GPUConnectorInterface):
     ) -> None:
         """Scatter memory objects into the blocks of a request.
 
-        Args:
-            memory_objs: One per range, each with exactly its tokens.
-            starts: First token of each range, at a block's start.
-            ends: Token behind each range.
-            kwargs: As for :meth:`batched_from_gpu`, and ``vllm_cached_tokens``: leading
-                tokens of the request that vLLM holds already. Blocks that hold only
-                such tokens are not written.
-
-        Raises:
-            TransferFailedError: If the arguments do not fit or the device fails.
+        As :meth:`batched_from_gpu`, and ``vllm_cached_tokens`` are leading tokens of
+        the request that vLLM holds already: blocks of only such are not written.
         """
         cached = int(kwargs.get("vllm_cached_tokens") or 0)
         self._move(TransferDirection.H2D, memory_objs, starts, ends, cached, kwargs)
@@ -382,7 +362,7 @@ class RBLNPagedKVConnector(GPUConnectorInterface):
             [block for chunk in run for block in chunk.block_ids],
             kv.device,
             direction,
-            kv.shape_desc,
+            kv.desc,
             self._metadata.chunk_size,
             kv.kv_format,
             run[0].skip_blocks,
@@ -392,7 +372,7 @@ class RBLNPagedKVConnector(GPUConnectorInterface):
         self, kv: PagedKV, direction: TransferDirection, run: list[ChunkBlocks]
     ) -> None:
         """Move whole blocks between the cache and chunks on its device."""
-        blocks, made = kv.as_blocks, (_LAYOUTS[kv.kv_format], kv.block_size)
+        blocks, made = kv.as_blocks, (_LAYOUTS[kv.kv_format], kv.desc.bs)
         gathers = direction == TransferDirection.D2H
         objs: list[DeviceChunk] = []
         tensors: list[torch.Tensor] = []
@@ -409,7 +389,7 @@ class RBLNPagedKVConnector(GPUConnectorInterface):
                     f"{obj.block_size} tokens, the KV cache as {made[0]} with blocks "
                     f"of {made[1]}"
                 )
-            shape = (len(blocks.layers), len(chunk.block_ids) * kv.block_size)
+            shape = (len(blocks.layers), len(chunk.block_ids) * kv.desc.bs)
             elements = shape[0] * shape[1] * blocks.hidden_size
             used = obj.payload.view(kv.dtype)[:elements]
             objs.append(obj)
@@ -435,7 +415,7 @@ def _tensor(chunk: ChunkBlocks) -> torch.Tensor:
 
 def _plane_view(kv: PagedKV, tensor: torch.Tensor) -> torch.Tensor:
     """Return a chunk as device operations take it: MLA has no axis of planes."""
-    if kv.planes == 1 and tensor.ndim == 4:
+    if kv.desc.kv_size == 1 and tensor.ndim == 4:
         return tensor.squeeze(0)
     return tensor
 
@@ -449,7 +429,7 @@ def _locate(
     cached_tokens: int,
 ) -> ChunkBlocks:
     """Return the blocks that hold a token range, or refuse it."""
-    size = kv.block_size
+    size = kv.desc.bs
     if not 0 <= start < end <= len(slots) or start % size:
         raise ValueError(
             f"token range [{start}, {end}) wanted inside of {len(slots)} tokens, from "

@@ -233,23 +233,23 @@ def test_close_gives_back_what_is_pinned_or_written_late(
     one = engine({"rds_max_chunks": 3})
     one.store(0, 1)
     one.backend.pin(key_of(0))
-    [entry] = one.backend._index.begin_reads([key_of(1)])
+    [entry] = one.backend._store.index.begin_reads([key_of(1)])
     gate, begun = threading.Event(), threading.Event()
-    store, write = one.backend._store, one.backend._io.write
+    store, write = one.backend._store, one.backend._store.io.write
 
     def slow(batch: Any) -> Any:
         begun.set()
         gate.wait(60)
         return write(batch)
 
-    one.backend._io.write = slow  # type: ignore[method-assign]
+    one.backend._store.io.write = slow  # type: ignore[method-assign]
     one.submit(2)
     assert begun.wait(60)
     store.close(0)  # it has not ended in time
     gate.set()
     assert store._writer is not None and store._writer.join(60)
     one.backend.close()
-    one.backend._index.end_read(entry)
+    one.backend._store.index.end_read(entry)
     assert one.holds(0, 1, 2) == [False] * 3
     one.assert_idle()
     other = engine({"rds_max_chunks": 3})
@@ -303,7 +303,7 @@ def test_close_while_threads_store_and_restore(engine: MakeEngine) -> None:
     assert not problems
     assert len(rounds) == 4 and min(rounds) > 0
     one.assert_idle()
-    assert backend._regions.held_bytes == 0
+    assert backend._store._regions.held_bytes == 0
 
 
 def test_close_gives_everything_back(engine: MakeEngine, storage: Storage) -> None:

@@ -70,7 +70,7 @@ def test_a_sound_header_that_says_anything_else_is_a_miss(
     one = engine()
     one.store(0)
     rejected = one.metric("rejected_chunks")
-    header = one.backend._index._entries[key_of(0)].header
+    header = one.backend._store.index._entries[key_of(0)].header
     other = replace(header, **{field: OTHER[field]})
     damage(one, 0, put(slice(4096), other.encode()))
     assert one.load(0) == [False]
@@ -119,7 +119,7 @@ def test_whatever_verification_raises_is_a_miss_of_that_chunk(
     one = engine()
     one.store(0, 1, 2)
     failures = one.metric("read_failures")
-    wanted = one.backend._index._entries[key_of(1)].header
+    wanted = one.backend._store.index._entries[key_of(1)].header
     compare = chunk_io.mismatch
 
     def broken(data: bytes, header: ChunkHeader) -> str | None:
@@ -168,13 +168,13 @@ def test_a_region_that_failed_is_not_handed_out_again(
             raise RuntimeError("planted")
 
         with monkeypatch.context() as planted:
-            planted.setattr(one.backend._io, "_mismatch", fail)
+            planted.setattr(one.backend._store.io, "_mismatch", fail)
             assert one.load(1) == [False]
     assert released == [region]
-    held = one.backend._regions.held_bytes
+    held = one.backend._store._regions.held_bytes
     one.store(1)
     assert one.region(1) is not region
-    assert one.backend._regions.held_bytes == held + REGION_BYTES
+    assert one.backend._store._regions.held_bytes == held + REGION_BYTES
     one.backend.remove(key_of(1))
     assert released == [region]  # a sound one is kept
 
@@ -271,8 +271,8 @@ def test_checksum_header_finds_headers_alone(
 def io(engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
     """Small tiles, and a chunk of five of them and its bytes."""
     one = engine({"rds_buffer_size": 1})
-    monkeypatch.setattr(one.backend._io, "_tile_bytes", CHUNK_BYTES // 4)
-    return one.backend._io, one.chunk(7)
+    monkeypatch.setattr(one.backend._store.io, "_tile_bytes", CHUNK_BYTES // 4)
+    return one.backend._store.io, one.chunk(7)
 
 
 @pytest.mark.deferred

@@ -233,7 +233,7 @@ class Run:
             self.remove()
         else:
             self.look_up()
-        index = self.prompts.backend._index
+        index = self.prompts.backend._store.index
         assert set(index._entries) == set(keys_of(self.model.used))
         pins = {key: entry.pins for key, entry in index._entries.items()}
         for chunk, key in zip(self.model.used, keys_of(self.model.used), strict=True):

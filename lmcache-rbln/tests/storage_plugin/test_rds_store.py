@@ -273,12 +273,12 @@ def test_an_unexpected_error_is_a_failed_write_and_releases_once(
         raise ArithmeticError("planted")
 
     with monkeypatch.context() as planted:
-        planted.setattr(one.backend._index, "evict", broken)
+        planted.setattr(one.backend._store.index, "evict", broken)
         one.store(0, 1, 2)  # two find space
         planted.undo()
         assert one.holds(0, 1, 2) == [True, True, False]
         one.backend.clear()
-        planted.setattr(one.backend._io, "write", broken)
+        planted.setattr(one.backend._store.io, "write", broken)
         one.store(2)
     assert one.metric("write_failures") == failures + 2
     one.assert_idle()

@@ -22,12 +22,9 @@ from lmcache.v1.metadata import LMCacheMetadata
 from lmcache.v1.storage_backend.abstract_backend import AllocatorBackendInterface
 
 # Local
-from .rds.chunk_io import ChunkIO, region_bytes
 from .rds.device import RDSDevice, RDSError
-from .rds.index import ChunkIndex
 from .rds.metrics import metrics_of
-from .rds.regions import RegionPool
-from .rds.settings import RDSSettings, read_settings
+from .rds.settings import read_settings
 from .rds.staging import StagingAllocator, all_or_none
 from .rds.store import ChunkStore, OnComplete
 from .rds.threads import DaemonThreads
@@ -74,22 +71,9 @@ class RDSBackend(AllocatorBackendInterface):
         self._device = RDSDevice(torch.device(dst_device), settings.numa_node)
         self._metrics = metrics_of(config, metadata)
         self._allocator = self.initialize_allocator(config, metadata)
-        nbytes = region_bytes(self._allocator.slot_bytes)
-        self._regions = RegionPool(
-            self._device, nbytes, _most_regions(settings, nbytes)
-        )
-        self._index = ChunkIndex(self._regions.give_back)
-        self._io = ChunkIO(self._device, settings.checksum)
         overlapped = settings.overlaps(metadata.world_size)
         self._store = ChunkStore(
-            self._io,
-            self._index,
-            self._regions,
-            self._allocator,
-            self._metrics,
-            settings,
-            overlapped,
-            self._show_state,
+            self._device, self._allocator, self._metrics, settings, overlapped
         )
         # Until when the store that a thread is putting together may wait.
         self._waits = threading.local()
@@ -109,10 +93,10 @@ class RDSBackend(AllocatorBackendInterface):
             self._allocator.num_slots,
             self._allocator.slot_bytes,
             "overlapped" if overlapped else "synchronous",
-            self._regions.limit or "as many as fit",
+            self._store.limit or "as many as fit",
             settings.failure_policy,
         )
-        self._show_state()
+        self._store.show_state()
 
     def __str__(self) -> str:
         return self.__class__.__name__
@@ -193,7 +177,7 @@ class RDSBackend(AllocatorBackendInterface):
 
     def exists_in_put_tasks(self, key: CacheEngineKey) -> bool:
         """Tell whether a key is being written."""
-        return self._index.is_writing(key)
+        return self._store.index.is_writing(key)
 
     def batched_submit_put_task(
         self,
@@ -243,7 +227,7 @@ class RDSBackend(AllocatorBackendInterface):
             pin: Whether to keep the counted ones from eviction.
         """
         limit = self._allocator.usable_slots
-        found = self._index.count_prefix(keys, pin, limit)
+        found = self._store.index.count_prefix(keys, pin, limit)
         if found == limit < len(keys) and not self._cut_lookups:
             self._cut_lookups = True
             logger.warning(
@@ -271,11 +255,11 @@ class RDSBackend(AllocatorBackendInterface):
 
     def pin(self, key: CacheEngineKey) -> bool:
         """Keep a key from eviction."""
-        return self._index.pin(key)
+        return self._store.index.pin(key)
 
     def unpin(self, key: CacheEngineKey) -> bool:
         """Allow a key's eviction again."""
-        return self._index.unpin(key)
+        return self._store.index.unpin(key)
 
     def touch_cache(self) -> None:
         """Do nothing: lookups order the keys themselves."""
@@ -338,7 +322,7 @@ class RDSBackend(AllocatorBackendInterface):
             pass
         finally:
             for key in self._prefetched.pop(lookup_id, ()):
-                self._index.unpin(key)
+                self._store.index.unpin(key)
         prefix = list(itertools.takewhile(lambda obj: obj is not None, objs))
         _let_go(objs[len(prefix) :])
         return cast("list[MemoryObj]", prefix)
@@ -347,14 +331,14 @@ class RDSBackend(AllocatorBackendInterface):
 
     def remove(self, key: CacheEngineKey, force: bool = True) -> bool:
         """Forget a key; a pinned one only with ``force``."""
-        removed = self._index.remove(key, force)
-        self._show_state()
+        removed = self._store.index.remove(key, force)
+        self._store.show_state()
         return removed
 
     def clear(self) -> int:
         """Forget all keys that are not pinned; returns how many tokens they held."""
-        cleared = self._index.clear()
-        self._show_state()
+        cleared = self._store.index.clear()
+        self._store.show_state()
         return sum(entry.shapes[0][entry.fmt.token_dim()] for entry in cleared)
 
     def close(self) -> None:
@@ -369,34 +353,13 @@ class RDSBackend(AllocatorBackendInterface):
                 "An RDS read has not ended within %.0f s; going on without it",
                 _CLOSE_TIMEOUT_S,
             )
-        self._io.close()
-
-    def _show_state(self) -> None:
-        self._metrics["chunks"].set(len(self._index))
-        self._metrics["used_bytes"].set(self._regions.held_bytes)
-        free = self._allocator.free_slots * self._allocator.slot_bytes
-        self._metrics["staging_free_bytes"].set(free)
+        self._store.io.close()
 
 
 def _let_go(objs: Sequence[MemoryObj | None]) -> None:
     for obj in objs:
         if obj is not None:
             obj.ref_count_down()
-
-
-def _most_regions(settings: RDSSettings, nbytes: int) -> int:
-    """Most regions of a size that the settings allow; 0: no limit."""
-    limits = []
-    if settings.max_chunks:
-        limits.append(settings.max_chunks)
-    if settings.capacity:
-        limits.append(settings.capacity_bytes // nbytes)
-        if not limits[-1]:
-            raise ValueError(
-                f"rds_capacity of {settings.capacity} MiB holds no chunk of {nbytes} "
-                "bytes; raise it, or leave it out for no limit"
-            )
-    return min(limits, default=0)
 
 
 def _require_usable(
@@ -407,27 +370,36 @@ def _require_usable(
 ) -> None:
     """Refuse a configuration or a machine with which this backend can't work."""
     groups = metadata.get_num_groups()
-    problems = {
-        "the RDS index is in the worker, the scheduler cannot look it up; set "
-        "enable_scheduler_bypass_lookup to false": metadata.role == "scheduler",
-        "RDSBackend stores whole chunks; set LMCACHE_USE_LAYERWISE=False": (
-            config.use_layerwise
+    refused = [
+        (
+            metadata.role == "scheduler",
+            "the RDS index is in the worker, the scheduler cannot look it up; set "
+            "enable_scheduler_bypass_lookup to false",
         ),
-        "RDSBackend works without LMCache's CPU tier; set LMCACHE_LOCAL_CPU=False "
-        "and LMCACHE_MAX_LOCAL_CPU_SIZE=0": (
-            local_cpu_backend is not None or config.local_cpu
+        (
+            config.use_layerwise,
+            "RDSBackend stores whole chunks; set LMCACHE_USE_LAYERWISE=False",
         ),
-        f"RDSBackend needs an RBLN NPU, LMCache runs on {device}; set "
-        "LMCACHE_DEVICE_BACKEND=rbln to learn why": device.type != "rbln",
-        f"RDSBackend stores one kind of layer, the model has {groups} groups": (
-            groups != 1
+        (
+            local_cpu_backend is not None or config.local_cpu,
+            "RDSBackend works without LMCache's CPU tier; set LMCACHE_LOCAL_CPU=False "
+            "and LMCACHE_MAX_LOCAL_CPU_SIZE=0",
         ),
-    }
-    for problem, there in problems.items():
-        if there:
-            raise ValueError(problem)
-    if not hasattr(torch.rbln, "Stream"):
-        raise ValueError(
+        (
+            device.type != "rbln",
+            f"RDSBackend needs an RBLN NPU, LMCache runs on {device}; set "
+            "LMCACHE_DEVICE_BACKEND=rbln to learn why",
+        ),
+        (
+            not hasattr(torch.rbln, "Stream"),
             "RDSBackend needs streams of the NPU, which this torch-rbln does not have; "
-            "install torch-rbln 0.12.0"
-        )
+            "install torch-rbln 0.12.0",
+        ),
+        (
+            groups != 1,
+            f"RDSBackend stores one kind of layer, the model has {groups} groups",
+        ),
+    ]
+    for wrong, why in refused:
+        if wrong:
+            raise ValueError(why)

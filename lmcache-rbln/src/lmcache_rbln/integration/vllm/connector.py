@@ -27,6 +27,7 @@ from lmcache.integration.vllm.vllm_v1_adapter import LMCacheConnectorMetadata
 from lmcache.logging import init_logger
 from lmcache_rbln.integration.vllm import (
     combinations,
+    private_names,
     refusal,
     service,
     startup_checks,
@@ -146,6 +147,8 @@ class RBLNLMCacheConnectorV1(LMCacheConnectorV1Dynamic):
         #: Requests until they end; ``None`` for one that LMCache does not see.
         self._views: dict[str, RequestView | None] = {}
         self._unloaded = UnloadedBlocks(vllm_config.cache_config.block_size)
+        #: Those of them that vLLM has not been told of.
+        self._unreported: set[int] = set()
         _open.add(self)
         if role == KVConnectorRole.SCHEDULER:
             if self._settings.load_failure_policy == RECOMPUTE:
@@ -155,8 +158,12 @@ class RBLNLMCacheConnectorV1(LMCacheConnectorV1Dynamic):
             self._create_engine(config, vllm_config)
         super().__init__(vllm_config, role, kv_cache_config)
         # Slot mappings are read on the host only.
-        self._lmcache_engine.device = torch.device("cpu")
+        self._adapter.device = torch.device("cpu")
         self._require_healthy()
+
+    @property
+    def _adapter(self) -> Any:
+        return private_names.adapter_of(self)
 
     def _create_engine(self, config: Any, vllm_config: VllmConfig) -> None:
         try:
@@ -169,20 +176,7 @@ class RBLNLMCacheConnectorV1(LMCacheConnectorV1Dynamic):
 
     def _require_healthy(self) -> None:
         """Stop where LMCache would go on without a cache."""
-        manager = self._lmcache_engine._manager
-        problems = []
-        if not manager.is_healthy():
-            problems.append(startup_checks.exception_of(manager._init_failed_reason))
-        engine = manager.lmcache_engine
-        if engine is not None and engine.storage_manager is not None:
-            sizes = zip(
-                engine.metadata.get_shapes(), engine.metadata.get_dtypes(), strict=True
-            )
-            problems += startup_checks.missing_tiers(
-                engine.config,
-                engine.storage_manager.storage_backends,
-                sum(shape.numel() * dtype.itemsize for shape, dtype in sizes),
-            )
+        problems = service.start_problems(self._adapter)
         if not problems:
             return
         problems += self._failures
@@ -231,20 +225,20 @@ class RBLNLMCacheConnectorV1(LMCacheConnectorV1Dynamic):
         if self._paged_kv is not None:
             kv = self._paged_kv.register(list(kv_caches.values()))
             startup_checks.require_block_size(
-                kv.block_size, self._vllm_config.cache_config.block_size
+                kv.desc.bs, self._vllm_config.cache_config.block_size
             )
             logger.info(
                 "KV cache on %s: %d layers of %d blocks of %d tokens, %s, %s",
                 kv.device,
                 len(kv.layers),
-                kv.num_blocks,
-                kv.block_size,
+                kv.desc.nb,
+                kv.desc.bs,
                 kv.dtype,
                 kv.kv_format,
             )
         kv_caches = dict(kv_caches)
-        if self._lmcache_engine.kv_caches:
-            self._lmcache_engine.kv_caches = kv_caches
+        if self._adapter.kv_caches:
+            self._adapter.kv_caches = kv_caches
             return
         with service.logged_failures() as self._failures:
             super().register_kv_caches(kv_caches)
@@ -256,7 +250,7 @@ class RBLNLMCacheConnectorV1(LMCacheConnectorV1Dynamic):
             return
         _open.discard(self)
         # Neither is there where the start was refused.
-        if hasattr(self, "_lmcache_engine"):
+        if self._adapter is not None:
             super().shutdown()
         if self._paged_kv is not None:
             service.destroy_engine()
@@ -269,7 +263,7 @@ class RBLNLMCacheConnectorV1(LMCacheConnectorV1Dynamic):
         Raises:
             RuntimeError: If no KV cache was registered.
         """
-        if not self._lmcache_engine.kv_caches:
+        if not self._adapter.kv_caches:
             raise RuntimeError("the KV cache was finalized but never registered")
         logger.info("KV cache registration is final")
 
@@ -282,19 +276,26 @@ class RBLNLMCacheConnectorV1(LMCacheConnectorV1Dynamic):
         """
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, RBLNConnectorMetadata)
-        engine = self._lmcache_engine.lmcache_engine
+        engine = self._adapter.lmcache_engine
         if engine is not None:
             for request_id in metadata.dropped_lookups:
                 engine.lookup_unpin(request_id)
         self._unloaded.clear(metadata.recovered_blocks)
         super().start_load_kv(forward_context, **kwargs)
-        self._unloaded.add(self._lmcache_engine._invalid_block_ids)
+        unloaded = super().get_block_ids_with_load_errors()
+        self._unreported |= unloaded
+        self._unloaded.add(unloaded)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Return the blocks that could not be loaded since the last call."""
+        unloaded, self._unreported = self._unreported, set()
+        return unloaded
 
     def wait_for_save(self) -> None:
         """Store this step's chunks, except those that a failed load spoilt."""
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, RBLNConnectorMetadata)
-        engine = self._lmcache_engine.lmcache_engine
+        engine = self._adapter.lmcache_engine
         sound = []
         for request in metadata.requests:
             if engine is None or not self._unloaded.touches(request):
@@ -329,7 +330,7 @@ class RBLNLMCacheConnectorV1(LMCacheConnectorV1Dynamic):
         if view is None:
             return 0, False
         tokens, later = super().get_num_new_matched_tokens(view, num_computed_tokens)
-        load = self._lmcache_engine.load_specs.get(request.request_id)
+        load = self._adapter.load_specs.get(request.request_id)
         if tokens and load is not None:
             # Under lmcache.max_tokens_per_load LMCache rounds what it loads down to
             # whole chunks, but not what it tells vLLM behind a cached prefix.
@@ -389,13 +390,12 @@ class RBLNLMCacheConnectorV1(LMCacheConnectorV1Dynamic):
         views: dict[str, RequestView | None] = {}
         if transfer_config.kv_load_failure_policy == RECOMPUTE:
             views = self._views
-        trackers = self._lmcache_engine._request_trackers
         roll_back(
             {name: view.request for name, view in views.items() if view},
-            {name: t.allocated_block_ids for name, t in trackers.items()},
+            private_names.allocated_blocks(self._adapter),
             itertools.chain.from_iterable(self._given_up),
             invalid,
-            self._lmcache_engine._block_size,
+            self._vllm_config.cache_config.block_size,
             getattr(self, "_kv_cache_manager", None),
         )
         self._recovered_blocks += invalid
@@ -417,10 +417,11 @@ class RBLNLMCacheConnectorV1(LMCacheConnectorV1Dynamic):
         view: Any = self._views.pop(request_id, None)
         if view is None:
             return False, None
-        self._lmcache_engine._requests_priority.pop(request_id, None)
-        if self._lmcache_engine.load_specs.pop(request_id, None) is not None:
+        adapter = self._adapter
+        private_names.forget_priority(adapter, request_id)
+        if adapter.load_specs.pop(request_id, None) is not None:
             # Looked up but never scheduled: no step will release its pins.
-            if self._lmcache_engine.lookup_client is not None:
-                self._lmcache_engine.lookup_client.clear_lookup_status(request_id)
+            if adapter.lookup_client is not None:
+                adapter.lookup_client.clear_lookup_status(request_id)
             self._dropped_lookups.append(request_id)
         return super().request_finished(view, block_ids)

@@ -26,6 +26,7 @@ from lmcache.v1.cache_engine import LMCacheEngine, LMCacheEngineBuilder
 from lmcache.v1.config import LMCacheEngineConfig
 from lmcache.v1.config_base import validate_and_set_config_value
 from lmcache.v1.pin_monitor import PinMonitor
+from lmcache_rbln.integration.vllm import private_names, startup_checks
 from lmcache_rbln.paged_kv import RBLNPagedKVConnector, TransferFailedError
 
 if TYPE_CHECKING:
@@ -117,6 +118,31 @@ def destroy_engine() -> None:
     if LMCacheEngineBuilder.get(ENGINE_NAME) is not None:
         LMCacheEngineBuilder.destroy(ENGINE_NAME)
     PinMonitor.DestroyInstance()
+
+
+def start_problems(adapter: Any) -> list[str]:
+    """Return what LMCache could not start, and would go on without.
+
+    Args:
+        adapter: Does the connector's work.
+
+    Returns:
+        One sentence for each, empty if all is well.
+    """
+    problems = []
+    if (failure := private_names.start_failure(adapter)) is not None:
+        problems.append(startup_checks.exception_of(failure))
+    engine = adapter.lmcache_engine
+    if engine is not None and engine.storage_manager is not None:
+        sizes = zip(
+            engine.metadata.get_shapes(), engine.metadata.get_dtypes(), strict=True
+        )
+        problems += startup_checks.missing_tiers(
+            engine.config,
+            engine.storage_manager.storage_backends,
+            sum(shape.numel() * dtype.itemsize for shape, dtype in sizes),
+        )
+    return problems
 
 
 @contextmanager

@@ -15,8 +15,8 @@ from lmcache.utils import CacheEngineKey
 from lmcache.v1.memory_management import MemoryObj
 
 # Local
-from .chunk_io import ChunkIO, Read, Write
-from .device import RDSError, RDSFullError, Region
+from .chunk_io import ChunkIO, Read, Write, region_bytes
+from .device import RDSDevice, RDSError, RDSFullError, Region
 from .header import key_digest
 from .index import ChunkIndex, Entry
 from .regions import RDSLimitError, RegionPool
@@ -37,34 +37,37 @@ class ChunkStore:
     """Stores and restores chunks; any number of threads may call.
 
     Args:
-        io: Moves the bytes.
-        index: Knows which chunk is where.
-        regions: Space for them.
-        allocator: Staging memory for restores.
-        metrics: Counts them, by name.
-        settings: What to do with failures, and how long to wait.
+        device: The storage.
+        allocator: Staging memory.
+        metrics: Count what happens, by name.
+        settings: The user's.
         overlapped: Whether to write in a thread of its own.
-        changed: Called when chunks, space or staging memory have changed.
+
+    Attributes:
+        io: Moves the bytes.
+        index: Which chunk is where.
+        limit: Most chunks; 0: as many as fit.
+
+    Raises:
+        ValueError: ``rds_capacity`` holds no chunk.
     """
 
     def __init__(
         self,
-        io: ChunkIO,
-        index: ChunkIndex,
-        regions: RegionPool,
+        device: RDSDevice,
         allocator: StagingAllocator,
         metrics: dict[str, Any],
         settings: RDSSettings,
         overlapped: bool,
-        changed: Callable[[], None],
     ) -> None:
-        self._io = io
-        self._index = index
-        self._regions = regions
+        nbytes = region_bytes(allocator.slot_bytes)
+        self.limit = _most_regions(settings, nbytes)
+        self._regions = RegionPool(device, nbytes, self.limit)
+        self.index = ChunkIndex(self._regions.give_back)
+        self.io = ChunkIO(device, settings.checksum)
         self._allocator = allocator
         self._metrics = metrics
         self._settings = settings
-        self._changed = changed
         # One: batches are written in the order in which they were stored.
         self._writer = DaemonThreads(1, "rds-writer") if overlapped else None
         self._lock = threading.Condition()
@@ -96,6 +99,13 @@ class ChunkStore:
             with self._lock:
                 self._failure = self._failure or error
 
+    def show_state(self) -> None:
+        """Set the gauges; called when chunks, space or staging memory have changed."""
+        self._metrics["chunks"].set(len(self.index))
+        self._metrics["used_bytes"].set(self._regions.held_bytes)
+        free = self._allocator.free_slots * self._allocator.slot_bytes
+        self._metrics["staging_free_bytes"].set(free)
+
     # ---- store ----------------------------------------------------------------------
 
     def put(
@@ -125,7 +135,7 @@ class ChunkStore:
                 )
             staged.append(obj)
         pairs = list(zip(keys, staged, strict=True))
-        claimed = self._index.claim(keys)
+        claimed = self.index.claim(keys)
         batch = [pair for pair, new in zip(pairs, claimed, strict=True) if new]
         if not batch:
             return None
@@ -146,20 +156,20 @@ class ChunkStore:
         written = 0
         try:
             if not self._closed:
-                self._changed()
+                self.show_state()
                 written = self._write(batch)
         except Exception as error:  # never into the engine, or unseen into a future
             self._tell_failure(len(batch), error)
         finally:
             for key, _ in batch[written:]:
-                self._index.abandon(key)
+                self.index.abandon(key)
             with self._lock:
                 self._pending -= 1
                 self._lock.notify_all()
             # Who waits for staging memory is woken by this, and sees who is busy.
             for _, obj in batch:
                 obj.ref_count_down()
-        self._changed()
+        self.show_state()
         for key, _ in batch[:written]:
             if on_complete is not None:
                 try:
@@ -213,7 +223,7 @@ class ChunkStore:
             self._metrics["written_bytes"].inc(nbytes)
         if rest and no_space is not None:
             # Full of what must stay, the beginning of this batch at least: no failure.
-            full = isinstance(no_space, RDSFullError) and evictions and self._index
+            full = isinstance(no_space, RDSFullError) and evictions and self.index
             if full or isinstance(no_space, RDSLimitError):
                 self._tell_limit(rest, no_space)
             else:
@@ -222,7 +232,7 @@ class ChunkStore:
 
     def _publish(self, batch: _Batch, regions: list[Region]) -> None:
         """Write chunks into regions and make their keys visible; all, or none."""
-        headers = self._io.write(
+        headers = self.io.write(
             [
                 Write(obj, region, key_digest(key.to_string()))
                 for (key, obj), region in zip(batch, regions, strict=True)
@@ -232,10 +242,10 @@ class ChunkStore:
         for (key, obj), region, header in zip(batch, regions, headers, strict=True):
             shapes, dtypes = list(obj.get_shapes()), list(obj.get_dtypes())
             stored.append((key, Entry(region, header, shapes, dtypes, obj.meta.fmt)))
-        self._index.publish(stored)
+        self.index.publish(stored)
 
     def _evict(self, room_for: CacheEngineKey) -> Region | None:
-        victim = self._index.evict(room_for)
+        victim = self.index.evict(room_for)
         if victim is None:
             return None
         self._metrics["evicted_chunks"].inc()
@@ -278,7 +288,7 @@ class ChunkStore:
         Returns:
             For each a verified chunk with one reference, or ``None``.
         """
-        entries = self._index.begin_reads(keys)
+        entries = self.index.begin_reads(keys)
         reads: list[Read] = []
         try:
             self._take_memory(entries, len(keys), reads)
@@ -299,14 +309,14 @@ class ChunkStore:
             return [None] * len(keys)
         finally:
             for entry in entries:
-                self._index.end_read(entry)
+                self.index.end_read(entry)
         result: list[MemoryObj | None] = [None] * len(keys)
         for place, read in enumerate(reads):
             if read.error is None:
                 result[place] = read.obj
             else:
                 read.obj.ref_count_down()
-        self._changed()
+        self.show_state()
         return result
 
     def _take_memory(
@@ -335,7 +345,7 @@ class ChunkStore:
 
     def _read(self, reads: list[Read]) -> None:
         started = time.perf_counter()
-        self._io.read(reads)
+        self.io.read(reads)
         self._metrics["read_seconds"].observe(time.perf_counter() - started)
         good = [read for read in reads if read.error is None]
         self._metrics["read_chunks"].inc(len(good))
@@ -344,7 +354,7 @@ class ChunkStore:
     def _drop_unreadable(self, key: CacheEngineKey, entry: Entry, read: Read) -> None:
         # It may be the place that is bad: the next chunk must not get it.
         entry.region.sound = False
-        self._index.remove(key, only=entry)
+        self.index.remove(key, only=entry)
         name = key.to_string()
         if read.damaged:
             self._metrics["rejected_chunks"].inc()
@@ -372,5 +382,18 @@ class ChunkStore:
                 "An RDS write has not ended within %.0f s; going on without it",
                 seconds,
             )
-        self._index.close()
+        self.index.close()
         self._regions.close()
+
+
+def _most_regions(settings: RDSSettings, nbytes: int) -> int:
+    """Most regions of a size that the settings allow; 0: no limit."""
+    limits = [settings.max_chunks] if settings.max_chunks else []
+    if settings.capacity:
+        limits.append(settings.capacity_bytes // nbytes)
+        if not limits[-1]:
+            raise ValueError(
+                f"rds_capacity of {settings.capacity} MiB holds no chunk of {nbytes} "
+                "bytes; raise it, or leave it out for no limit"
+            )
+    return min(limits, default=0)
