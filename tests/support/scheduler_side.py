@@ -2,7 +2,6 @@
 """The scheduler side of the in-process connector without an engine."""
 
 # Standard
-from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,9 +65,6 @@ def scheduler_side(lookup: Any, block_size: int, chunk_size: int) -> Any:
         ),
         _lmcache_engine=inner,
         _settings=Settings(),
-        _views={},
-        _dropped_lookups=[],
-        _recovered_blocks=[],
-        _given_up=deque([[]]),
     )
+    connector.begin_requests()
     return connector

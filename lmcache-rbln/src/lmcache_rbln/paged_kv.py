@@ -333,6 +333,11 @@ class RBLNPagedKVConnector(GPUConnectorInterface):
                     f"memory objects on {', '.join(map(str, wrong))}, wanted cpu or "
                     f"the KV cache's {kv.device}"
                 )
+            written = [b for c in chunks for b in c.block_ids[c.skip_blocks :]]
+            if direction == TransferDirection.H2D and (
+                len(set(written)) != len(written)
+            ):
+                raise ValueError("a block is to be written twice")
             for run in _runs(chunks, self._metadata.chunk_size):
                 if _tensor(run[0]).device == kv.device:
                     self._move_on_device(kv, direction, run)

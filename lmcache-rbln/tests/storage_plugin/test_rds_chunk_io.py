@@ -80,6 +80,11 @@ def test_a_sound_header_that_says_anything_else_is_a_miss(
 
 
 HOSTILE: dict[str, tuple[int, bytes]] = {
+    "version": (8, b"\x02"),
+    "checksum kind": (14, b"\x02"),
+    "blocks": (16, b"\xff" * 8),
+    "another key": (32, bytes(16)),
+    "shape": (96, b"\xff" * 64),
     "layout that is no text": (64, b"\xff\xfe\x80" * 10 + b"\xff\xff"),
     "layout that is empty": (64, bytes(32)),
     "dimensions": (12, b"\xff\xff"),
@@ -119,15 +124,15 @@ def test_whatever_verification_raises_is_a_miss_of_that_chunk(
     one = engine()
     one.store(0, 1, 2)
     failures = one.metric("read_failures")
-    wanted = one.backend._store.index._entries[key_of(1)].header
-    compare = chunk_io.mismatch
+    header = one.backend._store.index._entries[key_of(1)].header
+    encode = ChunkHeader.encode
 
-    def broken(data: bytes, header: ChunkHeader) -> str | None:
-        if header is wanted:
+    def broken(self: ChunkHeader) -> bytes:
+        if self is header:
             raise ArithmeticError("planted")
-        return compare(data, header)
+        return encode(self)
 
-    monkeypatch.setattr(chunk_io, "mismatch", broken)
+    monkeypatch.setattr(ChunkHeader, "encode", broken)
     assert one.load(0, 1, 2) == [True, False, True]
     assert one.metric("read_failures") == failures + 1
     assert one.holds(0, 1, 2) == [True, False, True]

@@ -29,7 +29,7 @@ from lmcache.v1.platform.ops_types import PageBufferShapeDesc
 
 # Local
 from .device import ALIGNMENT, RDSDevice, RDSError, Region, aligned
-from .header import HEADER_BYTES, NO_CHECKSUM, ChunkHeader, mismatch
+from .header import HEADER_BYTES, NO_CHECKSUM, ChunkHeader
 from .staging import StagedMemoryObj
 from .threads import DaemonThreads
 
@@ -38,21 +38,6 @@ TILE_BYTES = 4 << 20
 MAX_HASHERS = 3
 
 _Tiles = list[torch.Tensor]
-
-
-@dataclass
-class Write:
-    """A chunk to be written.
-
-    Attributes:
-        obj: The chunk.
-        region: Where to.
-        key: Digest of its key.
-    """
-
-    obj: StagedMemoryObj
-    region: Region
-    key: bytes
 
 
 @dataclass
@@ -100,11 +85,14 @@ class ChunkIO:
         # Tiles that a copy may still write to: nobody must get their memory.
         self._lost: list[_Tiles] = []
 
-    def write(self, batch: Sequence[Write]) -> list[ChunkHeader]:
+    def write(
+        self, batch: Sequence[tuple[bytes, StagedMemoryObj, Region]]
+    ) -> list[ChunkHeader]:
         """Write chunks: payloads first, headers when those are down.
 
         Args:
-            batch: The chunks; the objects must stay unchanged until the call returns.
+            batch: Of each the digest of its key, the chunk, which must stay unchanged
+                until the call returns, and where to.
 
         Returns:
             Their headers.
@@ -113,19 +101,19 @@ class ChunkIO:
             RDSError: The storage or the device failed; no chunk of the batch counts as
                 written.
         """
-        objs = [item.obj for item in batch]
+        objs = [obj for _, obj, _ in batch]
         try:
             with self._device.batch() as transfers:
-                for item in batch:
-                    transfers.write(item.region, HEADER_BYTES, item.obj.slot.payload)
+                for _, obj, region in batch:
+                    transfers.write(region, HEADER_BYTES, obj.payload)
                 # While the NVMe is busy with the payloads.
-                headers = [self._header_of(item) for item in batch]
+                headers = [self._header_of(key, obj) for key, obj, _ in batch]
             encoded = bytearray(b"".join(header.encode() for header in headers))
             host = torch.frombuffer(encoded, dtype=torch.uint8)
             self._copy(objs, [obj.slot.header for obj in objs], host, to_host=False)
             with self._device.batch() as transfers:
-                for item in batch:
-                    transfers.write(item.region, 0, item.obj.slot.header)
+                for _, obj, region in batch:
+                    transfers.write(region, 0, obj.slot.header)
         except RDSError:
             raise
         except RuntimeError as error:
@@ -143,7 +131,7 @@ class ChunkIO:
             try:
                 with self._device.batch() as transfers:
                     transfers.read(item.region, 0, item.obj.slot.header)
-                    transfers.read(item.region, HEADER_BYTES, item.obj.slot.payload)
+                    transfers.read(item.region, HEADER_BYTES, item.obj.payload)
                     self._verify(unverified)
                 unverified.append(item)
             except Exception as error:
@@ -154,11 +142,10 @@ class ChunkIO:
         """End the threads."""
         self._fetchers.close(cancel=False)
 
-    def _header_of(self, item: Write) -> ChunkHeader:
-        obj = item.obj
+    def _header_of(self, key: bytes, obj: StagedMemoryObj) -> ChunkHeader:
         full = self._kind == "full"
         return ChunkHeader(
-            key=item.key,
+            key=key,
             payload_bytes=obj.payload_bytes,
             shape=tuple(obj.meta.shape),
             dtype=obj.get_dtype(),
@@ -182,9 +169,10 @@ class ChunkIO:
         obj, wanted = item.obj, item.header
         header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
         self._copy([obj], [obj.slot.header], header, to_host=True)
-        why = mismatch(header.numpy().tobytes(), wanted)
-        if why is not None or wanted.checksum_kind != "full":
-            return why
+        if header.numpy().tobytes() != wanted.encode():
+            return "its header is not the one that was written"
+        if wanted.checksum_kind != "full":
+            return None
         if self._digest(obj, wanted.payload_bytes) != wanted.checksum:
             return "the checksum of its payload is wrong"
         return None
@@ -198,7 +186,7 @@ class ChunkIO:
                 for _ in range(2)
             ]
         state = xxhash.xxh3_128()
-        parts = obj.slot.payload[: aligned(nbytes)].split(self._tile_bytes)
+        parts = obj.payload[: aligned(nbytes)].split(self._tile_bytes)
         copies: list[Future[torch.Tensor]] = []
 
         def fetch(number: int) -> torch.Tensor:
@@ -261,12 +249,3 @@ class ChunkIO:
             for obj in objs:
                 obj.retire()
             raise
-
-
-def region_bytes(slot_bytes: int) -> int:
-    """Size of the region for a chunk.
-
-    Args:
-        slot_bytes: Size of a staging slot's payload.
-    """
-    return HEADER_BYTES + aligned(slot_bytes)

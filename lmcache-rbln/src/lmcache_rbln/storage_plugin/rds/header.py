@@ -93,23 +93,6 @@ class ChunkHeader:
         return body + _SEAL.pack(xxhash.xxh3_64_intdigest(body))
 
 
-def mismatch(data: bytes, wanted: ChunkHeader) -> str | None:
-    """Compare what was read with the header that was written.
-
-    Args:
-        data: What was read, any bytes.
-        wanted: The header.
-
-    Returns:
-        How they differ; ``None`` if they do not.
-    """
-    if data == wanted.encode():
-        return None
-    if data[: len(MAGIC)] != MAGIC:
-        return "no chunk begins where it was written"
-    return "its header is not the one that was written"
-
-
 def key_digest(key: str) -> bytes:
     """Return the digest of a key.
 

@@ -117,7 +117,7 @@ class StagingAllocator(MemoryAllocatorInterface):
                 "vLLM less with --gpu-memory-utilization"
             ) from error
         self._free = deque(slots)
-        self._used: set[int] = set()
+        self._used = 0
         # Not let go either: their memory is not for others.
         self._retired: list[Slot] = []
         self._lock = threading.Condition()
@@ -179,10 +179,9 @@ class StagingAllocator(MemoryAllocatorInterface):
                 shapes=shapes,
                 dtypes=dtypes,
             )
-            obj = StagedMemoryObj(slot, metadata, self)
-            # Not the object: one that is lost gives its slot back when it is collected.
-            self._used.add(slot.number)
-        return obj
+            # Not kept: an object that is lost gives its slot back when it is collected.
+            self._used += 1
+        return StagedMemoryObj(slot, metadata, self)
 
     def batched_allocate(
         self,
@@ -207,9 +206,9 @@ class StagingAllocator(MemoryAllocatorInterface):
             if not memory_obj.is_valid():
                 return
             memory_obj.invalidate()
-            slot = memory_obj.slot
-            self._used.discard(slot.number)
-            (self._retired if memory_obj.retired else self._free).append(slot)
+            self._used -= 1
+            slots = self._retired if memory_obj.retired else self._free
+            slots.append(memory_obj.slot)
             self._lock.notify_all()
 
     def batched_free(
@@ -235,9 +234,8 @@ class StagingAllocator(MemoryAllocatorInterface):
     def memcheck(self) -> bool:
         """Tell whether every slot is free, held or retired, once."""
         with self._lock:
-            slots = [*self._free, *self._retired]
-            numbers = [slot.number for slot in slots] + list(self._used)
-        return sorted(numbers) == list(range(self.num_slots))
+            known = {slot.number for slot in (*self._free, *self._retired)}
+            return len(known) + self._used == self.num_slots
 
     def close(self) -> None:
         """Let nobody wait for memory any more."""

@@ -15,9 +15,9 @@ from lmcache.utils import CacheEngineKey
 from lmcache.v1.memory_management import MemoryObj
 
 # Local
-from .chunk_io import ChunkIO, Read, Write, region_bytes
+from .chunk_io import ChunkIO, Read
 from .device import RDSDevice, RDSError, RDSFullError, Region
-from .header import key_digest
+from .header import HEADER_BYTES, key_digest
 from .index import ChunkIndex, Entry
 from .regions import RDSLimitError, RegionPool
 from .settings import RDSSettings
@@ -60,7 +60,7 @@ class ChunkStore:
         settings: RDSSettings,
         overlapped: bool,
     ) -> None:
-        nbytes = region_bytes(allocator.slot_bytes)
+        nbytes = HEADER_BYTES + allocator.slot_bytes
         self.limit = _most_regions(settings, nbytes)
         self._regions = RegionPool(device, nbytes, self.limit)
         self.index = ChunkIndex(self._regions.give_back)
@@ -234,7 +234,7 @@ class ChunkStore:
         """Write chunks into regions and make their keys visible; all, or none."""
         headers = self.io.write(
             [
-                Write(obj, region, key_digest(key.to_string()))
+                (key_digest(key.to_string()), obj, region)
                 for (key, obj), region in zip(batch, regions, strict=True)
             ]
         )
