@@ -29,7 +29,7 @@ from benchmarks._stock import load_ops
 from lmcache.v1.memory_allocators.ad_hoc_memory_allocator import AdHocMemoryAllocator
 from lmcache.v1.memory_management import MemoryFormat, MemoryObj
 from lmcache.v1.metadata import LMCacheMetadata
-from lmcache_rbln import paged_kv
+from lmcache_rbln import kv_cache
 from lmcache_rbln.paged_kv import RBLNPagedKVConnector, TransferFailedError
 
 pytestmark = pytest.mark.npu
@@ -361,5 +361,5 @@ def test_over_the_operations_of_stock_lmcache(
 ) -> None:
     """Its public operations are the same; they know two layouts and whole chunks."""
     stock = load_ops()
-    monkeypatch.setattr(paged_kv, "resolve_device_ops", lambda _: stock)
+    monkeypatch.setattr(kv_cache, "resolve_device_ops", lambda _: stock)
     check(Cache(layout), [7, 0, 3, 8, 2, 5], tokens, 0, cached)

@@ -1,24 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Moves KV between vLLM's paged cache and LMCache's memory objects, in process.
 
-All bytes are moved by the active device's public
+Host memory objects hold a chunk in LMCache's token-major layout, ``[2, L, T, NH*HS]``
+or ``[1, L, T, HS]`` for MLA. They are filled and read by the active device's public
 ``DeviceOps.multi_layer_block_kv_transfer``, one call per request.
 
-Host memory objects hold a chunk in LMCache's token-major layout, ``[2, L, T, NH*HS]``
-or ``[1, L, T, HS]`` for MLA. A storage backend may hand out memory objects *on the
-device* instead (:class:`DeviceChunk`). Nothing but the same device reads those, so they
-keep its own order: layer by layer, the chunk's blocks as they lie in the paged cache.
-
-==========================  =============================  ========================
-paged cache                 chunk of n blocks              name
-==========================  =============================  ========================
-``[NB, 2, NH, 1, BS, HS]``  ``[L, n, 2, NH, 1, BS, HS]``   rbln-blocks-first-hnd/1
-``[2, NB, NH, 1, BS, HS]``  ``[L, 2, n, NH, 1, BS, HS]``   rbln-kv-first-hnd/1
-``[NB, BS, HS]`` (MLA)      ``[L, n, BS, HS]``             rbln-mla/1
-==========================  =============================  ========================
-
-To the device operations that is a cache without heads, ``[NB, BS, bytes of a block /
-BS]``, and chunks of it.
+A storage backend may hand out memory objects *on the device* instead
+(``device_chunks.py``). Which way one goes is decided by the device of its tensor.
 """
 
 # Future
@@ -26,38 +14,18 @@ from __future__ import annotations
 
 # Standard
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any
 
 # Third Party
 import torch
 
 # First Party
-from lmcache.lmcache_native import EngineKVFormat, TransferDirection
-from lmcache.utils import EngineType
+from lmcache.lmcache_native import TransferDirection
 from lmcache.v1.gpu_connector.gpu_connectors import GPUConnectorInterface
-from lmcache.v1.gpu_connector.utils import (
-    get_block_size,
-    get_device,
-    get_num_blocks,
-    get_num_layers,
-    make_page_buffer_shape_desc,
-    normalize_kv_and_discover_format,
-)
 from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.metadata import LMCacheMetadata
-from lmcache.v1.platform import resolve_device_ops
-from lmcache.v1.platform.base.device_ops import DeviceOps
-from lmcache.v1.platform.devices.rbln.kv_transfer import InFlightError
-from lmcache.v1.platform.ops_types import PageBufferShapeDesc
-
-# Format of the paged cache -> name of a device chunk's layout.
-_LAYOUTS = {
-    EngineKVFormat.NL_X_NB_TWO_NH_BS_HS: "rbln-blocks-first-hnd/1",
-    EngineKVFormat.NL_X_TWO_NB_NH_ONE_BS_HS: "rbln-kv-first-hnd/1",
-    EngineKVFormat.NL_X_NB_BS_HS: "rbln-mla/1",
-}
+from lmcache_rbln.device_chunks import move_on_device
+from lmcache_rbln.kv_cache import ChunkBlocks, PagedKV, tensor_of
 
 
 class TransferFailedError(RuntimeError):
@@ -70,126 +38,6 @@ class TransferFailedError(RuntimeError):
     def __init__(self, message: str, memory_objs: Sequence[MemoryObj]) -> None:
         super().__init__(message)
         self.memory_objs = list(memory_objs)
-
-
-@runtime_checkable
-class DeviceChunk(Protocol):
-    """A memory object on the device.
-
-    Attributes:
-        payload: Its memory, flat uint8.
-        layout: Name of the order of the bytes in it.
-        block_size: Tokens per block of that layout.
-        payload_bytes: Bytes of it that are filled.
-    """
-
-    layout: str
-    block_size: int
-    payload_bytes: int
-
-    @property
-    def payload(self) -> torch.Tensor: ...
-
-    def retire(self) -> None:
-        """Let nobody use the memory again: copies on it may be under way for ever."""
-
-
-@dataclass(frozen=True)
-class PagedKV:
-    """vLLM's paged KV cache, as far as a transfer must know it.
-
-    Attributes:
-        source: The tensors that vLLM registered, one per layer.
-        layers: The same storage in the shape that ``kv_format`` describes.
-        kv_format: Layout of the layers.
-        desc: LMCache's description of the layers.
-        ops: Operations of the device that holds them.
-    """
-
-    source: tuple[torch.Tensor, ...]
-    layers: list[torch.Tensor]
-    kv_format: EngineKVFormat
-    desc: PageBufferShapeDesc
-    ops: DeviceOps
-
-    @classmethod
-    def of(cls, tensors: Sequence[torch.Tensor]) -> PagedKV:
-        """Describe a KV cache.
-
-        Args:
-            tensors: One per layer, as vLLM registers them.
-
-        Returns:
-            The description.
-
-        Raises:
-            ValueError: If LMCache does not know the layout.
-        """
-        kv_format, layers = normalize_kv_and_discover_format(
-            list(tensors), EngineType.VLLM
-        )
-        return cls(
-            source=tuple(tensors),
-            # One tensor per layer came in, and so they are returned.
-            layers=cast("list[torch.Tensor]", layers),
-            kv_format=kv_format,
-            desc=make_page_buffer_shape_desc(
-                layers,
-                kv_format,
-                layer_idx=0,
-                num_layers_in_group=get_num_layers(layers, kv_format),
-                num_blocks=get_num_blocks(layers, kv_format),
-                block_size=get_block_size(layers, kv_format),
-            ),
-            ops=resolve_device_ops(get_device(layers).type),
-        )
-
-    @property
-    def device(self) -> torch.device:
-        """Device that holds the layers."""
-        return self.layers[0].device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Type of an element."""
-        return self.layers[0].dtype
-
-    @property
-    def hidden_size(self) -> int:
-        """Elements per token, layer and plane."""
-        return self.desc.nh * self.desc.hs
-
-    @cached_property
-    def as_blocks(self) -> PagedKV:
-        """The same storage as device chunks hold it: without heads and planes."""
-        layers = self.layers
-        if self.kv_format == EngineKVFormat.NL_X_TWO_NB_NH_ONE_BS_HS:
-            layers = [plane for layer in layers for plane in layer]
-        shape = (self.desc.nb, self.desc.bs, -1)
-        return PagedKV.of([layer.view(shape) for layer in layers])
-
-    def is_over(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Tell whether this describes exactly these tensors."""
-        return len(tensors) == len(self.source) and all(
-            mine is given for mine, given in zip(self.source, tensors, strict=True)
-        )
-
-
-@dataclass(frozen=True)
-class ChunkBlocks:
-    """One chunk and where it lies in the paged cache.
-
-    Attributes:
-        memory_obj: LMCache's memory for the chunk.
-        tokens: Tokens in the chunk; the last block may be filled in part.
-        block_ids: Blocks of the chunk in token order.
-        skip_blocks: Leading blocks that must be left alone.
-    """
-
-    memory_obj: MemoryObj
-    tokens: int
-    block_ids: list[int]
-    skip_blocks: int
 
 
 class RBLNPagedKVConnector(GPUConnectorInterface):
@@ -327,23 +175,18 @@ class RBLNPagedKVConnector(GPUConnectorInterface):
                 _locate(kv, obj, slots, start, end, cached_tokens)
                 for obj, start, end in zip(memory_objs, starts, ends, strict=True)
             ]
-            places = {_tensor(chunk).device for chunk in chunks}
+            chunks = [c for c in chunks if c.skip_blocks < len(c.block_ids)]
+            places = {tensor_of(chunk).device for chunk in chunks}
             if wrong := places - {torch.device("cpu"), kv.device}:
                 raise ValueError(
                     f"memory objects on {', '.join(map(str, wrong))}, wanted cpu or "
                     f"the KV cache's {kv.device}"
                 )
-            written = [b for c in chunks for b in c.block_ids[c.skip_blocks :]]
-            if direction == TransferDirection.H2D and (
-                len(set(written)) != len(written)
-            ):
-                raise ValueError("a block is to be written twice")
-            for run in _runs(chunks, self._metadata.chunk_size):
-                if _tensor(run[0]).device == kv.device:
-                    self._move_on_device(kv, direction, run)
-                else:
-                    tensors = [_plane_view(kv, _tensor(chunk)) for chunk in run]
-                    self._move_run(kv, direction, run, tensors)
+            host = [c for c in chunks if tensor_of(c).device.type == "cpu"]
+            for run in _runs(host, self._metadata.chunk_size):
+                self._move_host(kv, direction, run)
+            if on_device := [c for c in chunks if tensor_of(c).device == kv.device]:
+                move_on_device(kv, direction, on_device)
         except Exception as error:
             verb = "gather" if direction == TransferDirection.D2H else "scatter"
             raise TransferFailedError(
@@ -352,18 +195,14 @@ class RBLNPagedKVConnector(GPUConnectorInterface):
             ) from error
 
     @torch.inference_mode()
-    def _move_run(
-        self,
-        kv: PagedKV,
-        direction: TransferDirection,
-        run: list[ChunkBlocks],
-        tensors: list[torch.Tensor],
+    def _move_host(
+        self, kv: PagedKV, direction: TransferDirection, run: list[ChunkBlocks]
     ) -> None:
         # Always in inference mode, for operations that don't see to it themselves: vLLM
         # makes its KV cache there, and it can be written nowhere else.
         kv.ops.multi_layer_block_kv_transfer(
             kv.layers,
-            tensors,
+            [_plane_view(kv, tensor_of(chunk)) for chunk in run],
             [block for chunk in run for block in chunk.block_ids],
             kv.device,
             direction,
@@ -372,50 +211,6 @@ class RBLNPagedKVConnector(GPUConnectorInterface):
             kv.kv_format,
             run[0].skip_blocks,
         )
-
-    def _move_on_device(
-        self, kv: PagedKV, direction: TransferDirection, run: list[ChunkBlocks]
-    ) -> None:
-        """Move whole blocks between the cache and chunks on its device."""
-        blocks, made = kv.as_blocks, (_LAYOUTS[kv.kv_format], kv.desc.bs)
-        gathers = direction == TransferDirection.D2H
-        objs: list[DeviceChunk] = []
-        tensors: list[torch.Tensor] = []
-        for chunk in run:
-            obj: object = chunk.memory_obj
-            if not isinstance(obj, DeviceChunk):
-                raise ValueError(
-                    f"memory objects on {kv.device} without a storage backend that "
-                    f"keeps chunks there: {obj!r}"
-                )
-            if not gathers and (obj.layout, obj.block_size) != made:
-                raise ValueError(
-                    f"the chunk is laid out as {obj.layout} with blocks of "
-                    f"{obj.block_size} tokens, the KV cache as {made[0]} with blocks "
-                    f"of {made[1]}"
-                )
-            shape = (len(blocks.layers), len(chunk.block_ids) * kv.desc.bs)
-            elements = shape[0] * shape[1] * blocks.hidden_size
-            used = obj.payload.view(kv.dtype)[:elements]
-            objs.append(obj)
-            tensors.append(used.view(*shape, blocks.hidden_size))
-        try:
-            self._move_run(blocks, direction, run, tensors)
-        except InFlightError:
-            for obj in objs:
-                obj.retire()
-            raise
-        if gathers:
-            for obj, tensor in zip(objs, tensors, strict=True):
-                obj.layout, obj.block_size = made
-                obj.payload_bytes = tensor.nbytes
-
-
-def _tensor(chunk: ChunkBlocks) -> torch.Tensor:
-    tensor = chunk.memory_obj.tensor
-    if tensor is None:
-        raise ValueError("a memory object has no tensor; it was freed too early")
-    return tensor
 
 
 def _plane_view(kv: PagedKV, tensor: torch.Tensor) -> torch.Tensor:
@@ -460,20 +255,11 @@ def _locate(
 def _runs(chunks: Sequence[ChunkBlocks], chunk_size: int) -> list[list[ChunkBlocks]]:
     """Split chunks into what one device operation takes.
 
-    All of them are on one device. Only its last chunk may be short, and only its first
-    may have blocks to skip.
+    Only its last chunk may be short, and only its first may have blocks to skip.
     """
     runs: list[list[ChunkBlocks]] = []
     for chunk in chunks:
-        if chunk.skip_blocks == len(chunk.block_ids):
-            continue
-        last = runs[-1][-1] if runs else None
-        if (
-            last is None
-            or chunk.skip_blocks
-            or last.tokens < chunk_size
-            or _tensor(last).device != _tensor(chunk).device
-        ):
+        if not runs or chunk.skip_blocks or runs[-1][-1].tokens < chunk_size:
             runs.append([])
         runs[-1].append(chunk)
     return runs

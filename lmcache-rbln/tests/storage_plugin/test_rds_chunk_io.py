@@ -25,7 +25,7 @@ import xxhash
 
 # First Party
 from lmcache.v1.platform.devices.rbln.device_ops import RblnDeviceOps
-from lmcache.v1.platform.devices.rbln.kv_transfer import InFlightError
+from lmcache.v1.platform.devices.rbln.block_transfer import StillInFlightError
 from lmcache_rbln.storage_plugin.rds import chunk_io
 from lmcache_rbln.storage_plugin.rds.header import ChunkHeader
 
@@ -305,12 +305,12 @@ def test_memory_with_copies_under_way_is_not_used_again(
     chunk_io_, obj = io
 
     def fail(*arguments: Any) -> None:
-        raise InFlightError("planted")
+        raise StillInFlightError("planted")
 
     with monkeypatch.context() as planted:
         planted.setattr(RblnDeviceOps, "multi_layer_block_kv_transfer", fail)
         for _ in range(2 * chunk_io.MAX_HASHERS):
-            with pytest.raises(InFlightError):
+            with pytest.raises(StillInFlightError):
                 chunk_io_._digest(obj, CHUNK_BYTES)
     assert obj.retired
     assert len(chunk_io_._lost) == 2 * chunk_io.MAX_HASHERS

@@ -24,7 +24,7 @@ import xxhash
 # First Party
 from lmcache.lmcache_native import EngineKVFormat, TransferDirection
 from lmcache.v1.platform import resolve_device_ops
-from lmcache.v1.platform.devices.rbln.kv_transfer import InFlightError
+from lmcache.v1.platform.devices.rbln.block_transfer import StillInFlightError
 from lmcache.v1.platform.ops_types import PageBufferShapeDesc
 
 # Local
@@ -206,7 +206,7 @@ class ChunkIO:
             return state.digest()
         finally:
             wait(copies)
-            if any(isinstance(copy.exception(), InFlightError) for copy in copies):
+            if any(isinstance(copy.exception(), StillInFlightError) for copy in copies):
                 self._lost.append(tiles)
                 self._tiles.put(None)
             else:
@@ -245,7 +245,7 @@ class ChunkIO:
                     EngineKVFormat.NL_X_NB_BS_HS,
                     0,
                 )
-        except InFlightError:
+        except StillInFlightError:
             for obj in objs:
                 obj.retire()
             raise

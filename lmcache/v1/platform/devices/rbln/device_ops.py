@@ -77,7 +77,7 @@ class RblnDeviceOps(DeviceOps):
             lmcache_objects_ptrs: Host chunks of ``lmcache_chunk_size`` tokens,
                 ``[2, L, T, NH*HS]``, or ``[L, T, HS]`` for MLA, in the KV cache's
                 dtype. Only the last may hold fewer tokens, and it may end inside a
-                block. Those of MLA may also be on ``device``, all of them.
+                block.
             block_ids: Block ids of all chunks in token order, as many as cover their
                 tokens.
             device: Device that holds the layers.
@@ -126,6 +126,74 @@ class RblnDeviceOps(DeviceOps):
             )
         )
         kv_transfer.transfer(geometry, layers, chunks, pieces, to_host=gathers)
+
+    def copy_blocks_on_device(
+        self,
+        layers: Sequence[torch.Tensor],
+        chunks: Sequence[torch.Tensor],
+        block_ids: Sequence[Sequence[int]],
+        direction: TransferDirection,
+        engine_kv_format: EngineKVFormat,
+        skip_blocks: Sequence[int],
+    ) -> None:
+        """Copy whole blocks between the KV cache and chunks on the same device.
+
+        Copies are issued behind what the calling thread's current stream has to do, and
+        are complete when the call returns.
+
+        Args:
+            layers: The KV cache, as :meth:`multi_layer_block_kv_transfer` takes it.
+            chunks: Device memory of the KV cache's dtype, with one dense axis. A chunk
+                of ``n`` blocks has them as they lie in the KV cache, layer by layer:
+                ``[L, n, 2, NH, BS, HS]``, ``[L, 2, n, NH, BS, HS]`` or
+                ``[L, n, BS, HS]``.
+            block_ids: Block ids of each chunk, in its order.
+            direction: ``D2H`` into chunks, or ``H2D`` into blocks.
+            engine_kv_format: Layout of the layers.
+            skip_blocks: For each chunk how many leading blocks are left alone.
+
+        Raises:
+            ValueError: If any argument is not as above, or H2D names a block twice.
+                No byte has moved then.
+            StillInFlightError: The device can't be waited for after a failure.
+            RuntimeError: If the device fails during the transfer.
+        """
+        geometry = resolve_geometry(layers, engine_kv_format)
+        parts = list(layers)
+        if engine_kv_format == EngineKVFormat.NL_X_TWO_NB_NH_ONE_BS_HS:
+            parts = [plane for layer in parts for plane in layer]
+        # Without heads and planes, so that whole blocks are contiguous.
+        shape = (geometry.num_blocks, geometry.block_size, -1)
+        parts = [part.view(shape) for part in parts]
+        flat = resolve_geometry(parts, EngineKVFormat.NL_X_NB_BS_HS)
+        windows, pieces = [], []
+        for index, (chunk, blocks) in enumerate(zip(chunks, block_ids, strict=True)):
+            tokens = len(blocks) * flat.block_size
+            ids = [_whole_number(block, "a block id") for block in blocks]
+            for block in ids:
+                if not 0 <= block < flat.num_blocks:
+                    raise ValueError(
+                        f"block id {block} is outside of the KV cache, which has "
+                        f"blocks 0 to {flat.num_blocks - 1}"
+                    )
+            wanted = len(parts) * tokens * flat.head_size
+            if chunk.device != flat.device or chunk.numel() != wanted:
+                raise ValueError(
+                    f"chunk {index} has {chunk.numel()} elements on {chunk.device}, "
+                    f"wanted {wanted} on {flat.device}"
+                )
+            windows.append(chunk.view(len(parts), tokens, flat.head_size))
+            most = kv_transfer.max_piece_elements(flat)
+            skip = skip_blocks[index]
+            for piece in plan_pieces(flat, [tokens], [ids], skip, most):
+                pieces.append(piece._replace(chunk=index))
+        gathers = direction == TransferDirection.D2H
+        if not gathers:
+            written = [
+                b for c, n in zip(block_ids, skip_blocks, strict=True) for b in c[n:]
+            ]
+            _require_distinct([written], 0)
+        kv_transfer.transfer(flat, parts, windows, pieces, to_host=gathers)
 
 
 def _tokens(chunk: torch.Tensor) -> int:
@@ -233,14 +301,8 @@ def _require_shape_desc(geometry: KVGeometry, shape_desc: PageBufferShapeDesc) -
 def _require_chunks(
     geometry: KVGeometry, chunks: Sequence[torch.Tensor], chunk_size: int
 ) -> None:
-    """Refuse chunks that do not hold this KV cache's tokens where they can be used."""
+    """Refuse chunks that do not hold this KV cache's tokens in host memory."""
     block_size = geometry.block_size
-    places = {torch.device("cpu")}
-    if geometry.num_planes * geometry.num_heads == 1 and chunks:
-        # The device copies between such a cache and a chunk of its own.
-        places.add(geometry.device)
-        if chunks[0].device in places:
-            places = {chunks[0].device}
     if chunk_size <= 0 or chunk_size % block_size:
         fitting = max(1, -(-chunk_size // block_size)) * block_size
         raise ValueError(
@@ -262,9 +324,10 @@ def _require_chunks(
                 f"chunk {index} is {chunk.dtype} but the KV cache is {geometry.dtype}; "
                 "a chunk is stored and restored in the KV cache's dtype"
             )
-        if chunk.device not in places:
-            wanted_on = " or ".join(sorted(map(str, places)))
-            raise ValueError(f"chunk {index} is on {chunk.device}, wanted {wanted_on}")
+        if chunk.device.type != "cpu":
+            raise ValueError(
+                f"chunk {index} is on {chunk.device}, wanted host memory (cpu)"
+            )
         if chunk.stride(-1) != 1 and chunk.shape[-1] > 1:
             raise ValueError(
                 f"chunk {index} has strides {list(chunk.stride())}; the last axis must "

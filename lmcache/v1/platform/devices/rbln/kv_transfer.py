@@ -22,6 +22,7 @@ import torch
 # First Party
 from lmcache.logging import init_logger
 from lmcache.v1.platform.devices.rbln import copy_costs, settings, staging
+from lmcache.v1.platform.devices.rbln.block_transfer import StillInFlightError
 from lmcache.v1.platform.devices.rbln.copy_costs import HARDWARE_COSTS, CopyCosts
 from lmcache.v1.platform.devices.rbln.kv_layout import KVGeometry
 from lmcache.v1.platform.devices.rbln.kv_plan import Piece
@@ -47,10 +48,6 @@ MIN_BATCHES = 24
 MIN_BATCH_BYTES = 256 << 10
 #: Parts of a buffer start at multiples of this many bytes.
 _ALIGNMENT = 64
-
-
-class InFlightError(RuntimeError):
-    """A transfer failed, and its copies may still use the memory that it was given."""
 
 
 def max_piece_elements(geometry: KVGeometry) -> int:
@@ -107,7 +104,7 @@ def transfer(
         RuntimeError: If a device copy fails, or what the caller's stream had to do
             before. The contents of the chunks, or of the blocks named by ``pieces`` if
             those were written, are undefined. No copy is in flight then.
-        InFlightError: The same, but the device can't be waited for any more.
+        StillInFlightError: The same, but the device can't be waited for any more.
     """
     if not pieces:
         return
@@ -128,9 +125,7 @@ def transfer(
     known = copy_costs.known_costs(geometry.device)
     on_device = chunks[0].device == geometry.device
     may_collect = (
-        not on_device
-        and sizes.may_collect(known)
-        and staging.supports_async_copies()
+        not on_device and sizes.may_collect(known) and staging.supports_async_copies()
     )
     in_place = not may_collect and _can_copy_in_place(geometry, chunks)
     portions = sizes.direct()
@@ -230,7 +225,9 @@ def _run(
         lease.busy = not drained
 
 
-def _still_in_flight(accesses: str, memory: str, failure: Exception) -> InFlightError:
+def _still_in_flight(
+    accesses: str, memory: str, failure: Exception
+) -> StillInFlightError:
     """Return, and log, what a transfer fails with that could not be drained.
 
     Args:
@@ -238,7 +235,7 @@ def _still_in_flight(accesses: str, memory: str, failure: Exception) -> InFlight
         memory: The memory that they do it to; its staging apart.
         failure: Why it failed.
     """
-    error = InFlightError(
+    error = StillInFlightError(
         "RBLN copies of a failed transfer may still be in flight: the device does not "
         f"answer any more and may still {accesses} {memory}. Do not reuse that memory; "
         "staging is used again when the device is known to be idle. If it never is, "
