@@ -12,8 +12,8 @@ import sys
 import pytest
 
 # First Party
-from lmcache_rbln.storage_plugin import rds_settings
-from lmcache_rbln.storage_plugin.rds_settings import (
+from lmcache_rbln.storage_plugin.rds import settings as rds_settings
+from lmcache_rbln.storage_plugin.rds.settings import (
     SETTINGS,
     RDSSettings,
     RDSSettingsError,
@@ -152,7 +152,7 @@ def test_the_table_is_of_every_setting_and_of_its_default() -> None:
 
 def test_the_table_needs_neither_torch_nor_lmcache() -> None:
     code = (
-        "import sys, lmcache_rbln.storage_plugin.rds_settings; "
+        "import sys, lmcache_rbln.storage_plugin.rds.settings; "
         "print({'torch', 'lmcache', 'vllm'} & set(sys.modules))"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

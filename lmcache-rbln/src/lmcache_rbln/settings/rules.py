@@ -170,7 +170,7 @@ def _tiers(settings: Settings, _: VllmFacts) -> Iterator[Problem]:
 def _extra(settings: Settings, _: VllmFacts) -> Iterator[Problem]:
     """Find entries of the extra config that are wrong or misplaced."""
     # Local
-    from lmcache_rbln.storage_plugin.rds_settings import read_settings
+    from lmcache_rbln.storage_plugin.rds.settings import read_settings
 
     has_rds = RDS_MODULE in plugins(settings).values()
     for key, value in settings.extra.items():

@@ -231,7 +231,10 @@ def connector_over(manager: Manager, allow_degraded: bool) -> Any:
     made._failures = ["Failed to create backend Plugin: rds_x must be 1"]
     closed: list[bool] = []
     engine: Any = SimpleNamespace(
-        _manager=manager, shutdown=lambda: closed.append(True), closed=closed
+        _manager=manager,
+        lmcache_engine=manager.lmcache_engine,
+        shutdown=lambda: closed.append(True),
+        closed=closed,
     )
     made._lmcache_engine = engine
     return made
@@ -281,7 +284,9 @@ def test_kernel_blocks_unlike_the_scheduler_s_stop_the_registration() -> None:
     stops: list[None] = []
     parts: dict[str, Any] = {
         "_vllm_config": vllm_config(),
-        "_paged_kv": SimpleNamespace(register=lambda _: SimpleNamespace(block_size=64)),
+        "_paged_kv": SimpleNamespace(
+            register=lambda _: SimpleNamespace(desc=SimpleNamespace(bs=64))
+        ),
         "shutdown": lambda: stops.append(None),
     }
     for name, part in parts.items():

@@ -28,8 +28,8 @@ from lmcache.v1.config import LMCacheEngineConfig
 from lmcache.v1.config_base import validate_and_set_config_value
 from lmcache.v1.pin_monitor import PinMonitor
 from lmcache.v1.rpc_utils import ServiceKind, get_zmq_rpc_path_lmcache
+from lmcache_rbln.integration.vllm import private_names, startup_checks
 from lmcache_rbln.paged_kv import RBLNPagedKVConnector, TransferFailedError
-from lmcache_rbln.paged_kv_device import DeviceBlockTransfer
 from lmcache_rbln.settings.table import definitions
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def create_engine(
     factory = VllmServiceFactory(config, vllm_config, "worker")
     metadata = factory.get_or_create_metadata()
     assert metadata is not None
-    paged_kv = RBLNPagedKVConnector(metadata, DeviceBlockTransfer())
+    paged_kv = RBLNPagedKVConnector(metadata)
     tp_group = get_tp_group()
     engine = LMCacheEngineBuilder.get_or_create(
         ENGINE_NAME,
@@ -155,6 +155,31 @@ def destroy_engine() -> None:
     if LMCacheEngineBuilder.get(ENGINE_NAME) is not None:
         LMCacheEngineBuilder.destroy(ENGINE_NAME)
     PinMonitor.DestroyInstance()
+
+
+def start_problems(adapter: Any) -> list[str]:
+    """Return what LMCache could not start, and would go on without.
+
+    Args:
+        adapter: Does the connector's work.
+
+    Returns:
+        One sentence for each, empty if all is well.
+    """
+    problems = []
+    if (failure := private_names.start_failure(adapter)) is not None:
+        problems.append(startup_checks.exception_of(failure))
+    engine = adapter.lmcache_engine
+    if engine is not None and engine.storage_manager is not None:
+        sizes = zip(
+            engine.metadata.get_shapes(), engine.metadata.get_dtypes(), strict=True
+        )
+        problems += startup_checks.missing_tiers(
+            engine.config,
+            engine.storage_manager.storage_backends,
+            sum(shape.numel() * dtype.itemsize for shape, dtype in sizes),
+        )
+    return problems
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import threading
 
 # Local
-from .rds_device import RDSDevice, RDSError, RDSFullError, Region
+from .device import RDSDevice, RDSError, RDSFullError, Region
 
 
 class RDSLimitError(RDSFullError):
@@ -25,7 +25,7 @@ class RegionPool:
     def __init__(self, device: RDSDevice, region_bytes: int, limit: int) -> None:
         self._device = device
         self.region_bytes = region_bytes
-        self._limit = limit
+        self.limit = limit
         self._free: list[Region] = []
         self._held = 0
         self._closed = False
@@ -34,8 +34,7 @@ class RegionPool:
     @property
     def held_bytes(self) -> int:
         """NVMe space of all regions, used or not."""
-        with self._lock:
-            return self._held * self.region_bytes
+        return self._held * self.region_bytes
 
     def acquire(self, evict: Callable[[], Region | None]) -> Region:
         """Take a region.
@@ -52,7 +51,7 @@ class RegionPool:
         with self._lock:
             if self._free:
                 return self._free.pop()
-            make = not self._limit or self._held < self._limit
+            make = not self.limit or self._held < self.limit
             self._held += make
         if make:
             try:
@@ -66,8 +65,7 @@ class RegionPool:
         region = evict()
         if region is not None:
             return region
-        with self._lock:
-            held = self._held
+        held = self._held
         if full is not None and not held:
             raise full
         raise RDSLimitError(

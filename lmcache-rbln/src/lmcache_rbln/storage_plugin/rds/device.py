@@ -23,6 +23,7 @@ stands here, by name, so that a difference found on hardware is one small change
 # Standard
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 import errno
 from typing import Any
 
@@ -64,25 +65,25 @@ def _translated(what: str) -> Iterator[None]:
         raise RDSError(text) from error
 
 
+@dataclass(eq=False)
 class Region:
     """A piece of the NVMe.
 
-    Args:
-        chunk: The ``rds.Chunk``.
-        nbytes: Its size.
-
     Attributes:
+        chunk: The ``rds.Chunk``.
         sound: Whether all that was read from it is what had been written.
     """
 
-    def __init__(self, chunk: Any, nbytes: int) -> None:
-        self.chunk = chunk
-        self.nbytes = nbytes
-        self.sound = True
+    chunk: Any
+    sound: bool = True
 
 
 class Batch:
-    """Transfers that run together; made by :meth:`RDSDevice.batch`."""
+    """Transfers that run together; made by :meth:`RDSDevice.batch`.
+
+    Offsets in regions are multiples of 4096, tensors are on the device and cover their
+    storage.
+    """
 
     def __init__(self, vmem: Any, stream: Any) -> None:
         self._vmem = vmem
@@ -90,13 +91,7 @@ class Batch:
         self.read_into: list[torch.Tensor] = []
 
     def write(self, region: Region, offset: int, source: torch.Tensor) -> None:
-        """Queue a write.
-
-        Args:
-            region: Where to.
-            offset: First byte in it, a multiple of 4096.
-            source: Device tensor that covers its storage; it must stay unchanged until
-                the batch ends.
+        """Queue a write from a tensor, which must stay unchanged until the batch ends.
 
         Raises:
             RDSError: It could not be queued.
@@ -107,13 +102,7 @@ class Batch:
                 region.chunk.write(buffer, file_offset=at, stream=self._stream)
 
     def read(self, region: Region, offset: int, target: torch.Tensor) -> None:
-        """Queue a read.
-
-        Args:
-            region: Where from.
-            offset: First byte in it, a multiple of 4096.
-            target: Device tensor that covers its storage; nobody else may use it until
-                the batch ends.
+        """Queue a read into a tensor, which nobody may use until the batch ends.
 
         Raises:
             RDSError: It could not be queued.
@@ -191,7 +180,7 @@ class RDSDevice:
             RDSError: The storage failed.
         """
         with _translated("a new RDS chunk"):
-            return Region(self._rds.Chunk(size=nbytes, device=self._index), nbytes)
+            return Region(self._rds.Chunk(size=nbytes, device=self._index))
 
     def release(self, region: Region) -> None:
         """Give a piece back; a failure of a lost device is not told."""

@@ -2,6 +2,7 @@
 """What is read is what was written, or a miss: damage of every kind."""
 
 # Standard
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from typing import Any
 import os
@@ -13,6 +14,7 @@ from rds_support import (
     REGION_BYTES,
     MakeEngine,
     Storage,
+    content_of,
     damage,
     key_of,
     put,
@@ -22,8 +24,10 @@ import torch
 import xxhash
 
 # First Party
-from lmcache_rbln.storage_plugin import rds_transfer
-from lmcache_rbln.storage_plugin.rds_header import ChunkHeader
+from lmcache.v1.platform.devices.rbln.device_ops import RblnDeviceOps
+from lmcache.v1.platform.devices.rbln.block_transfer import StillInFlightError
+from lmcache_rbln.storage_plugin.rds import chunk_io
+from lmcache_rbln.storage_plugin.rds.header import ChunkHeader
 
 pytestmark = pytest.mark.npu
 
@@ -66,7 +70,7 @@ def test_a_sound_header_that_says_anything_else_is_a_miss(
     one = engine()
     one.store(0)
     rejected = one.metric("rejected_chunks")
-    header = one.backend._index._entries[key_of(0)].header
+    header = one.backend._store.index._entries[key_of(0)].header
     other = replace(header, **{field: OTHER[field]})
     damage(one, 0, put(slice(4096), other.encode()))
     assert one.load(0) == [False]
@@ -76,6 +80,11 @@ def test_a_sound_header_that_says_anything_else_is_a_miss(
 
 
 HOSTILE: dict[str, tuple[int, bytes]] = {
+    "version": (8, b"\x02"),
+    "checksum kind": (14, b"\x02"),
+    "blocks": (16, b"\xff" * 8),
+    "another key": (32, bytes(16)),
+    "shape": (96, b"\xff" * 64),
     "layout that is no text": (64, b"\xff\xfe\x80" * 10 + b"\xff\xff"),
     "layout that is empty": (64, bytes(32)),
     "dimensions": (12, b"\xff\xff"),
@@ -115,15 +124,15 @@ def test_whatever_verification_raises_is_a_miss_of_that_chunk(
     one = engine()
     one.store(0, 1, 2)
     failures = one.metric("read_failures")
-    wanted = one.backend._index._entries[key_of(1)].header
-    compare = rds_transfer.mismatch
+    header = one.backend._store.index._entries[key_of(1)].header
+    encode = ChunkHeader.encode
 
-    def broken(data: bytes, header: ChunkHeader) -> str | None:
-        if header is wanted:
+    def broken(self: ChunkHeader) -> bytes:
+        if self is header:
             raise ArithmeticError("planted")
-        return compare(data, header)
+        return encode(self)
 
-    monkeypatch.setattr(rds_transfer, "mismatch", broken)
+    monkeypatch.setattr(ChunkHeader, "encode", broken)
     assert one.load(0, 1, 2) == [True, False, True]
     assert one.metric("read_failures") == failures + 1
     assert one.holds(0, 1, 2) == [True, False, True]
@@ -135,18 +144,14 @@ def test_whatever_verification_raises_is_a_miss_of_that_chunk(
 def test_a_read_that_fails_costs_its_chunk_alone(
     engine: MakeEngine, storage: Storage, read: int
 ) -> None:
-    """Chunks are read in groups, of which it is only told that one failed."""
     storage.use(faults=f"eio:read:{read}")
     one = engine()
     one.store(0, 1, 2)
     failures = one.metric("read_failures")
-    assert one.load(0, 1, 2) == [True] * 3  # read once more, each alone
-    assert one.metric("read_failures") == failures
-    path, start = one.backend._index._entries[key_of(2)].region.chunk.sim_location
-    os.truncate(path, start + 4096)  # it cannot be read, however often
-    assert one.load(0, 1, 2) == [True, True, False]
+    came = [number != (read - 1) // 2 for number in range(3)]  # two reads each
+    assert one.load(0, 1, 2) == came
     assert one.metric("read_failures") == failures + 1
-    assert one.holds(0, 1, 2) == [True, True, False]
+    assert one.holds(0, 1, 2) == came
     one.assert_idle()
 
 
@@ -156,7 +161,7 @@ def test_a_region_that_failed_is_not_handed_out_again(
 ) -> None:
     one = engine()
     one.store(0, 1)
-    region = one.backend._index._entries[key_of(1)].region
+    region = one.region(1)
     released: list[Any] = []
     monkeypatch.setattr(one.backend._device, "release", released.append)
     if bad == "damaged":
@@ -168,13 +173,13 @@ def test_a_region_that_failed_is_not_handed_out_again(
             raise RuntimeError("planted")
 
         with monkeypatch.context() as planted:
-            planted.setattr(one.backend._reader._transfer, "_mismatch", fail)
+            planted.setattr(one.backend._store.io, "_mismatch", fail)
             assert one.load(1) == [False]
     assert released == [region]
-    held = one.backend._regions.held_bytes
+    held = one.backend._store._regions.held_bytes
     one.store(1)
-    assert one.backend._index._entries[key_of(1)].region is not region
-    assert one.backend._regions.held_bytes == held + REGION_BYTES
+    assert one.region(1) is not region
+    assert one.backend._store._regions.held_bytes == held + REGION_BYTES
     one.backend.remove(key_of(1))
     assert released == [region]  # a sound one is kept
 
@@ -188,7 +193,7 @@ def test_a_chunk_cut_short_is_a_miss(
     one = engine()
     one.store(0, 1)
     failures = one.metric("read_failures")
-    path, start = one.backend._index._entries[key_of(1)].region.chunk.sim_location
+    path, start = one.region(1).chunk.sim_location
     os.truncate(path, start + left)
     assert one.load(1) == [False]
     assert one.metric("read_failures") == failures + 1
@@ -261,4 +266,54 @@ def test_checksum_header_finds_headers_alone(
     assert one.load(0) == [False]
     obj = one.backend.get_blocking(key_of(1))
     assert obj is not None  # what the setting gives up
+    obj.ref_count_down()
+
+
+# ---- checksums ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def io(engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    """Small tiles, and a chunk of five of them and its bytes."""
+    one = engine({"rds_buffer_size": 1})
+    monkeypatch.setattr(one.backend._store.io, "_tile_bytes", CHUNK_BYTES // 4)
+    return one.backend._store.io, one.chunk(7)
+
+
+@pytest.mark.deferred
+@pytest.mark.parametrize(
+    "nbytes", [1, 4095, 4096, 8193, CHUNK_BYTES // 4, CHUNK_BYTES // 2 + 7, CHUNK_BYTES]
+)
+def test_a_checksum_is_of_exactly_the_first_bytes(
+    io: tuple[Any, Any], nbytes: int
+) -> None:
+    chunk_io, obj = io
+    want = xxhash.xxh3_128(content_of(7)[:nbytes]).digest()
+
+    def digest(number: int) -> bytes:
+        with torch.inference_mode(number % 2 == 0):
+            return chunk_io._digest(obj, nbytes)
+
+    with ThreadPoolExecutor(8) as pool:
+        assert set(pool.map(digest, range(16))) == {want}
+    obj.ref_count_down()
+
+
+def test_memory_with_copies_under_way_is_not_used_again(
+    io: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunk_io_, obj = io
+
+    def fail(*arguments: Any) -> None:
+        raise StillInFlightError("planted")
+
+    with monkeypatch.context() as planted:
+        planted.setattr(RblnDeviceOps, "multi_layer_block_kv_transfer", fail)
+        for _ in range(2 * chunk_io.MAX_HASHERS):
+            with pytest.raises(StillInFlightError):
+                chunk_io_._digest(obj, CHUNK_BYTES)
+    assert obj.retired
+    assert len(chunk_io_._lost) == 2 * chunk_io.MAX_HASHERS
+    want = xxhash.xxh3_128(content_of(7)).digest()
+    assert chunk_io_._digest(obj, CHUNK_BYTES) == want
     obj.ref_count_down()

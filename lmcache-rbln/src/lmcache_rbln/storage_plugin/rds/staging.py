@@ -26,14 +26,16 @@ from lmcache.v1.memory_management import (
 )
 
 # Local
-from .rds_device import RDSDevice, RDSError, aligned
-from .rds_header import HEADER_BYTES
-from .rds_waits import SecondsLeft
+from .device import RDSDevice, RDSError, aligned
+from .header import HEADER_BYTES
 
 logger = init_logger(__name__)
 
 #: Layout of a chunk that nobody has said otherwise of: LMCache's own.
 TOKEN_MAJOR = "token-major/1"
+
+_Shapes = torch.Size | list[torch.Size]
+_Dtypes = torch.dtype | list[torch.dtype]
 
 
 class Slot:
@@ -52,7 +54,7 @@ class Slot:
 
 
 class StagedMemoryObj(TensorMemoryObj):
-    """A chunk in device staging memory.
+    """A chunk in device staging memory, a ``DeviceChunk`` of ``paged_kv``.
 
     Attributes:
         slot: Its memory.
@@ -72,6 +74,11 @@ class StagedMemoryObj(TensorMemoryObj):
         self.block_size = 0
         self.payload_bytes = metadata.get_size()
         self.retired = False
+
+    @property
+    def payload(self) -> torch.Tensor:
+        """All of the slot, flat uint8 on the device."""
+        return self.slot.payload
 
     def retire(self) -> None:
         """Never use the slot again: device work on it may be under way for ever."""
@@ -102,10 +109,7 @@ class StagingAllocator(MemoryAllocatorInterface):
                 "LMCACHE_CHUNK_SIZE"
             )
         try:
-            slots = [
-                Slot(number, device, self.slot_bytes)
-                for number in range(self.num_slots)
-            ]
+            slots = [Slot(n, device, self.slot_bytes) for n in range(self.num_slots)]
         except RDSError as error:
             raise RDSError(
                 f"rds_buffer_size of {buffer_bytes >> 20} MiB does not fit into the "
@@ -113,7 +117,7 @@ class StagingAllocator(MemoryAllocatorInterface):
                 "vLLM less with --gpu-memory-utilization"
             ) from error
         self._free = deque(slots)
-        self._used: set[int] = set()
+        self._used = 0
         # Not let go either: their memory is not for others.
         self._retired: list[Slot] = []
         self._lock = threading.Condition()
@@ -121,8 +125,8 @@ class StagingAllocator(MemoryAllocatorInterface):
 
     def allocate(
         self,
-        shapes: torch.Size | list[torch.Size],
-        dtypes: torch.dtype | list[torch.dtype],
+        shapes: _Shapes,
+        dtypes: _Dtypes,
         fmt: MemoryFormat | None = MemoryFormat.KV_2LTD,
         allocator_type: str | None = None,
     ) -> StagedMemoryObj | None:
@@ -131,10 +135,10 @@ class StagingAllocator(MemoryAllocatorInterface):
 
     def allocate_within(
         self,
-        shapes: torch.Size | list[torch.Size],
-        dtypes: torch.dtype | list[torch.dtype],
+        shapes: _Shapes,
+        dtypes: _Dtypes,
         fmt: MemoryFormat | None,
-        seconds_left: SecondsLeft,
+        seconds_left: Callable[[], float],
     ) -> StagedMemoryObj | None:
         """Take a free slot, or wait for one.
 
@@ -163,7 +167,7 @@ class StagingAllocator(MemoryAllocatorInterface):
                 seconds = 0.0 if self._closed else seconds_left()
                 if seconds <= 0:
                     return None
-                self._lock.wait(min(seconds, 0.5))
+                self._lock.wait(seconds)
             slot = self._free.popleft()
             metadata = MemoryObjMetadata(
                 shape=shapes[0],
@@ -175,15 +179,14 @@ class StagingAllocator(MemoryAllocatorInterface):
                 shapes=shapes,
                 dtypes=dtypes,
             )
-            obj = StagedMemoryObj(slot, metadata, self)
-            # Not the object: one that is lost gives its slot back when it is collected.
-            self._used.add(slot.number)
-        return obj
+            # Not kept: an object that is lost gives its slot back when it is collected.
+            self._used += 1
+        return StagedMemoryObj(slot, metadata, self)
 
     def batched_allocate(
         self,
-        shapes: torch.Size | list[torch.Size],
-        dtypes: torch.dtype | list[torch.dtype],
+        shapes: _Shapes,
+        dtypes: _Dtypes,
         batch_size: int,
         fmt: MemoryFormat | None = MemoryFormat.KV_2LTD,
         allocator_type: str | None = None,
@@ -203,9 +206,9 @@ class StagingAllocator(MemoryAllocatorInterface):
             if not memory_obj.is_valid():
                 return
             memory_obj.invalidate()
-            slot = memory_obj.slot
-            self._used.discard(slot.number)
-            (self._retired if memory_obj.retired else self._free).append(slot)
+            self._used -= 1
+            slots = self._retired if memory_obj.retired else self._free
+            slots.append(memory_obj.slot)
             self._lock.notify_all()
 
     def batched_free(
@@ -221,21 +224,18 @@ class StagingAllocator(MemoryAllocatorInterface):
     @property
     def free_slots(self) -> int:
         """Slots that nobody holds."""
-        with self._lock:
-            return len(self._free)
+        return len(self._free)
 
     @property
     def usable_slots(self) -> int:
         """Slots that are not retired."""
-        with self._lock:
-            return self.num_slots - len(self._retired)
+        return self.num_slots - len(self._retired)
 
     def memcheck(self) -> bool:
         """Tell whether every slot is free, held or retired, once."""
         with self._lock:
-            slots = [*self._free, *self._retired]
-            numbers = [slot.number for slot in slots] + list(self._used)
-        return sorted(numbers) == list(range(self.num_slots))
+            known = {slot.number for slot in (*self._free, *self._retired)}
+            return len(known) + self._used == self.num_slots
 
     def close(self) -> None:
         """Let nobody wait for memory any more."""
@@ -247,15 +247,7 @@ class StagingAllocator(MemoryAllocatorInterface):
 def all_or_none(
     allocate: Callable[[], MemoryObj | None], count: int
 ) -> list[MemoryObj] | None:
-    """Call a function that takes memory so many times.
-
-    Args:
-        allocate: Takes memory; ``None`` if there is none.
-        count: How often.
-
-    Returns:
-        What it took; ``None``, and all is given back, if it failed once.
-    """
+    """Take memory so many times; ``None``, and all is given back, if it failed once."""
     objs: list[MemoryObj] = []
     for _ in range(count):
         obj = allocate()

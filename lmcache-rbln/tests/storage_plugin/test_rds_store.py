@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stores: what is written, what is told of it, and what goes to make space."""
+"""Stores and restores: what is written, what is told of it, what goes for space."""
 
 # Standard
 from collections.abc import Iterator
@@ -13,9 +13,13 @@ from rds_support import (
     MakeEngine,
     Storage,
     key_of,
+    metadata_of,
 )
 import pytest
 import torch
+
+# First Party
+from lmcache.v1.memory_management import MemoryFormat
 
 pytestmark = pytest.mark.npu
 
@@ -28,7 +32,7 @@ def test_what_is_stored_or_being_written_is_not_written_again(
     written = one.metric("written_chunks")
     assert one.submit(1) is None
     gate = threading.Event()
-    one.backend._writer._thread.submit(gate.wait)
+    one.hold_writes(gate)
     futures = one.submit(2)
     assert one.backend.exists_in_put_tasks(key_of(2))
     assert one.holds(2) == [False]  # not before its bytes are down
@@ -122,7 +126,7 @@ def logged(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         def emit(self, record: logging.LogRecord) -> None:
             lines.append(record.getMessage())
 
-    logger = logging.getLogger("lmcache_rbln.storage_plugin.rds_writer")
+    logger = logging.getLogger("lmcache_rbln.storage_plugin.rds.store")
     handler = Collect(logging.ERROR)
     logger.addHandler(handler)
     monkeypatch.setattr(handler, "level", logging.ERROR)
@@ -269,12 +273,12 @@ def test_an_unexpected_error_is_a_failed_write_and_releases_once(
         raise ArithmeticError("planted")
 
     with monkeypatch.context() as planted:
-        planted.setattr(one.backend._index, "evict", broken)
+        planted.setattr(one.backend._store.index, "evict", broken)
         one.store(0, 1, 2)  # two find space
         planted.undo()
         assert one.holds(0, 1, 2) == [True, True, False]
         one.backend.clear()
-        planted.setattr(one.backend._writer._transfer, "write", broken)
+        planted.setattr(one.backend._store.io, "write", broken)
         one.store(2)
     assert one.metric("write_failures") == failures + 2
     one.assert_idle()
@@ -302,8 +306,62 @@ def test_a_key_stored_by_many_threads_is_written_once(
     start.wait(60)
     for thread in threads:
         thread.join(timeout=60)
-    one.backend._writer._thread.submit(lambda: None).result(timeout=60)
+    one.wait_for_writes()
     assert one.metric("written_chunks") == written + 2
     assert one.load(0, 1) == [True, True]
     assert one.metric("used_bytes") == 2 * REGION_BYTES
+    one.assert_idle()
+
+
+# ---- restores -----------------------------------------------------------------------
+def test_a_short_chunk_keeps_its_shape(engine: MakeEngine) -> None:
+    one = engine()
+    shapes = [torch.Size([2, 2, 50, 128])]
+    obj = one.backend.allocate(shapes, [torch.bfloat16], None)
+    assert obj is not None and obj.tensor is not None
+    data = torch.randint(0, 100, shapes[0]).to(torch.bfloat16)
+    obj.tensor.copy_(data)
+    futures = one.backend.batched_submit_put_task([key_of(1)], [obj])
+    obj.ref_count_down()
+    assert futures is not None
+    futures[0].result(timeout=10)
+    back = one.backend.get_blocking(key_of(1))
+    assert back is not None and back.tensor is not None
+    assert back.get_shape() == shapes[0]
+    assert torch.equal(back.tensor.cpu(), data)
+    back.ref_count_down()
+    one.assert_idle()
+
+
+def test_mla_format_is_kept(engine: MakeEngine) -> None:
+    metadata = metadata_of(kv_shape=(2, 1, 128, 1, 64), use_mla=True)
+    one = engine(metadata=metadata)
+    obj = one.backend.allocate(
+        metadata.get_shapes(), metadata.get_dtypes(), MemoryFormat.KV_MLA_FMT
+    )
+    assert obj is not None
+    futures = one.backend.batched_submit_put_task([key_of(1)], [obj])
+    obj.ref_count_down()
+    assert futures is not None
+    futures[0].result(timeout=10)
+    back = one.backend.get_blocking(key_of(1))
+    assert back is not None
+    assert back.get_memory_format() == MemoryFormat.KV_MLA_FMT
+    back.ref_count_down()
+
+
+def test_staging_memory_that_stays_taken_ends_the_wait(engine: MakeEngine) -> None:
+    one = engine({"rds_wait_timeout": 0.05})
+    one.store(0, 1)
+    slots = one.backend.calculate_chunk_budget()
+    held = [one.chunk(10 + number) for number in range(slots - 1)]
+    failures = one.metric("staging_failures")
+    assert one.load(0, 1) == [True, False]
+    last = one.chunk(99)
+    shapes, dtypes = one.metadata.get_shapes(), one.metadata.get_dtypes()
+    assert one.backend.allocate(shapes, dtypes) is None  # at once: nothing is written
+    assert one.metric("staging_failures") == failures + 2
+    for obj in [*held, last]:
+        obj.ref_count_down()
+    assert one.load(0, 1) == [True, True]
     one.assert_idle()

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """LMCache with a storage plugin as its only memory for KV chunks."""
 
-# Standard
-import threading
-
 # Third Party
 from rds_support import (
     Engine,
@@ -40,7 +37,7 @@ def test_lmcache_works_without_a_cpu_tier(storage: Storage) -> None:
         objs = [one.chunk(number) for number in (0, 1)]
         keys = [key_of(0), key_of(1)]
         manager.batched_put(keys, list(objs))
-        backend._writer._thread.submit(lambda: None).result(timeout=10)
+        one.wait_for_writes()
         assert [obj.get_ref_count() for obj in objs] == [0, 0]
         one.assert_idle()
         assert manager.batched_contains([*keys, key_of(2)], pin=True) == (
@@ -61,15 +58,5 @@ def test_lmcache_works_without_a_cpu_tier(storage: Storage) -> None:
 
 def test_a_plugin_that_fails_is_named(storage: Storage) -> None:
     config = config_of(PLUGIN | {"rds_bufer_size": 1}, storage_plugins=["RDSBackend"])
-    managers: list[StorageManager] = []
-    try:
-        with pytest.raises(RuntimeError, match="no storage plugin was created"):
-            managers.append(StorageManager(config, metadata_of(), EventManager()))
-    finally:
-        # LMCache leaves its thread behind when it fails in its constructor.
-        for thread in threading.enumerate():
-            if thread.name == "storage-manager-event-loop":
-                loop = thread._args[0]  # type: ignore[attr-defined]
-                loop.call_soon_threadsafe(loop.stop)
-                thread.join(timeout=10)
-    assert not managers
+    with pytest.raises(RuntimeError, match="no storage plugin was created"):
+        StorageManager(config, metadata_of(), EventManager())

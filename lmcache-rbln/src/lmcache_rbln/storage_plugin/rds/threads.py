@@ -4,20 +4,16 @@
 Python joins those of ``ThreadPoolExecutor`` when it ends, however long that takes.
 """
 
-# Future
-from __future__ import annotations
-
 # Standard
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
-from functools import partial
+from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import Any
 import threading
 import time
 
 
-class DaemonThreads(Executor):
+class DaemonThreads:
     """Runs calls in daemon threads, in the order in which they come.
 
     Args:
@@ -26,10 +22,10 @@ class DaemonThreads(Executor):
     """
 
     def __init__(self, threads: int, name: str) -> None:
-        # A call and its future; ``None`` ends a thread.
-        self._calls: SimpleQueue[tuple[Future, Callable[[], Any]] | None] = (
-            SimpleQueue()
-        )
+        # A future and its call; ``None`` ends a thread.
+        self._calls: SimpleQueue[
+            tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None
+        ] = SimpleQueue()
         self._lock = threading.Lock()
         self._closed = False
         self._threads = [
@@ -39,40 +35,39 @@ class DaemonThreads(Executor):
         for thread in self._threads:
             thread.start()
 
-    def submit(
-        self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
-    ) -> Future[Any]:
-        """Queue a call; see ``Executor``.
+    def submit(self, call: Callable[..., Any], *args: Any) -> Future[Any]:
+        """Queue a call.
 
         Raises:
-            RuntimeError: They were shut down.
+            RuntimeError: They were closed.
         """
         future: Future[Any] = Future()
         with self._lock:
             if self._closed:
                 raise RuntimeError("no calls are taken after the end")
-            self._calls.put((future, partial(fn, *args, **kwargs)))
+            self._calls.put((future, call, args))
         return future
 
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Take no more calls; see ``Executor``."""
+    def close(self, cancel: bool) -> None:
+        """Take no more calls.
+
+        Args:
+            cancel: Whether calls that have not begun are cancelled.
+        """
         with self._lock:
             self._closed = True
-            while cancel_futures:
+            while cancel:
                 try:
-                    call = self._calls.get_nowait()
+                    queued = self._calls.get_nowait()
                 except Empty:
                     break
-                if call is not None:
-                    call[0].cancel()
+                if queued is not None:
+                    queued[0].cancel()
             for _ in self._threads:
                 self._calls.put(None)
-        if wait:
-            for thread in self._threads:
-                thread.join()
 
     def join(self, seconds: float) -> bool:
-        """Wait for the threads to end after :meth:`shutdown`.
+        """Wait for the threads to end, which they do behind :meth:`close`.
 
         Args:
             seconds: Longest wait for all of them.
@@ -86,16 +81,12 @@ class DaemonThreads(Executor):
         return not any(thread.is_alive() for thread in self._threads)
 
     def _run(self) -> None:
-        while (call := self._calls.get()) is not None:
-            future, function = call
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                result = function()
-            except BaseException as error:  # the future's, as in every executor
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-                del result
+        while (queued := self._calls.get()) is not None:
+            future, call, args = queued
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(call(*args))
+                except BaseException as error:  # the future's, as in every executor
+                    future.set_exception(error)
             # What they hold is not kept until the next call.
-            del call, future, function
+            del queued, future, call, args

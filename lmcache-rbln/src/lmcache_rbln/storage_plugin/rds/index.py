@@ -25,8 +25,8 @@ from lmcache.utils import CacheEngineKey
 from lmcache.v1.memory_management import MemoryFormat
 
 # Local
-from .rds_device import Region
-from .rds_header import ChunkHeader
+from .device import Region
+from .header import ChunkHeader
 
 #: Keys that are not stored, of which the one before is remembered: those of prompts
 #: that are being computed, between the lookup and the store of each chunk.
@@ -64,6 +64,8 @@ class Entry:
 class ChunkIndex:
     """Keys and entries, in the order in which they would be evicted.
 
+    Any number of threads may call. Several keys are given in the order of a prompt.
+
     Args:
         give_up: Called with a region that is no longer used, without the index's lock
             held.
@@ -80,28 +82,19 @@ class ChunkIndex:
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        with self._lock:
-            return len(self._entries)
+        return len(self._entries)
 
     # ---- store ----------------------------------------------------------------------
 
     def claim(self, keys: Sequence[CacheEngineKey]) -> list[bool]:
-        """Begin to write keys, those apart that are stored or being written already.
-
-        Args:
-            keys: In the order of a prompt.
-
-        Returns:
-            Which of them are to be written.
-        """
+        """Begin to write keys; returns which are neither stored nor being written."""
         with self._lock:
             self._learn(keys)
             claimed = []
             for key in keys:
-                free = key not in self._entries and key not in self._writing
-                if free:
+                claimed.append(key not in self._entries and key not in self._writing)
+                if claimed[-1]:
                     self._writing.add(key)
-                claimed.append(free)
             return claimed
 
     def abandon(self, key: CacheEngineKey) -> None:
@@ -110,11 +103,7 @@ class ChunkIndex:
             self._writing.discard(key)
 
     def publish(self, stored: Sequence[tuple[CacheEngineKey, Entry]]) -> None:
-        """Make keys visible that were claimed; their bytes are down.
-
-        Args:
-            stored: Keys and entries in the order of a prompt.
-        """
+        """Make keys visible that were claimed; their bytes are down."""
         with self._lock:
             late = [entry for _, entry in stored] if self._closed else []
             for key, entry in stored:
@@ -129,8 +118,7 @@ class ChunkIndex:
 
     def is_writing(self, key: CacheEngineKey) -> bool:
         """Tell whether a key is being written."""
-        with self._lock:
-            return key in self._writing
+        return key in self._writing
 
     def evict(self, room_for: CacheEngineKey) -> Entry | None:
         """Forget the chunk that is worth least.
@@ -154,7 +142,7 @@ class ChunkIndex:
                     return entry
             return None
 
-    # ---- lookup ---------------------------------------------------------------------
+    # ---- lookup and restore ---------------------------------------------------------
 
     def count_prefix(
         self, keys: Sequence[CacheEngineKey], pin: bool, limit: int
@@ -162,7 +150,7 @@ class ChunkIndex:
         """Count how many keys in a row are stored, and make them the newest.
 
         Args:
-            keys: Keys in the order of a prompt.
+            keys: The keys.
             pin: Whether to pin those that are counted.
             limit: Most to count.
         """
@@ -174,33 +162,25 @@ class ChunkIndex:
 
     def pin(self, key: CacheEngineKey) -> bool:
         """Keep a key from eviction; False if it is not stored."""
-        with self._lock:
-            entry = self._entries.get(key)
-            if entry is None:
-                return False
-            entry.pins += 1
-            return True
+        return self._add_pins(key, 1)
 
     def unpin(self, key: CacheEngineKey) -> bool:
         """Take one pin off; False if there is none."""
+        return self._add_pins(key, -1)
+
+    def _add_pins(self, key: CacheEngineKey, count: int) -> bool:
         with self._lock:
             entry = self._entries.get(key)
-            if entry is None or entry.pins == 0:
+            if entry is None or entry.pins + count < 0:
                 return False
-            entry.pins -= 1
+            entry.pins += count
             return True
 
-    # ---- restore --------------------------------------------------------------------
-
     def begin_reads(self, keys: Sequence[CacheEngineKey]) -> list[Entry]:
-        """Take entries for reading, and make them the newest.
-
-        Args:
-            keys: Keys in the order of a prompt.
+        """Take the keys before the first that is not stored, and make them the newest.
 
         Returns:
-            Entries of the keys before the first that is not stored. The region of each
-            stays until its :meth:`end_read`.
+            Their entries. The region of each stays until its :meth:`end_read`.
         """
         with self._lock:
             found = self._stored_prefix(keys, len(keys))
@@ -246,8 +226,8 @@ class ChunkIndex:
     def clear(self) -> list[Entry]:
         """Forget every key that is not pinned; returns their entries."""
         with self._lock:
-            cleared = [(k, e) for k, e in self._entries.items() if not e.pins]
-        return [entry for key, entry in cleared if self.remove(key, False, only=entry)]
+            entries = list(self._entries.items())
+        return [entry for key, entry in entries if self.remove(key, False, entry)]
 
     def close(self) -> None:
         """Forget every key, and those that are published from now on."""
