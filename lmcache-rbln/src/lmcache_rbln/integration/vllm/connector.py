@@ -130,12 +130,12 @@ class RBLNLMCacheConnectorV1(LMCacheConnectorV1Dynamic):
         transfer_config = vllm_config.kv_transfer_config
         assert transfer_config is not None
         extra_config = transfer_config.kv_connector_extra_config
-        facts = startup_checks.vllm_facts(vllm_config)
-        settings = require(os.environ, extra_config, facts)
+        block_size = vllm_config.cache_config.block_size
+        settings = require(os.environ, extra_config, block_size)
         startup_checks.require_supported(vllm_config, kv_cache_config)
         combinations.require_tested(vllm_config)
         config = service.engine_config(vllm_config)
-        require_parsed(config, settings, facts)
+        require_parsed(config, settings, block_size)
         self._settings = Settings.parse(config.extra_config, extra_config)
         #: Requests that ended between their lookup and their first step.
         self._dropped_lookups: list[str] = []
