@@ -16,15 +16,16 @@ import pytest
 # First Party
 from lmcache.v1.config import LMCacheEngineConfig
 from lmcache_rbln.settings import (
-    Problem,
     examine,
     fitting_chunk_size,
-    hash_seed_problem,
     require,
     require_parsed,
 )
+from lmcache_rbln.settings.check import hash_seed_problem
+from lmcache_rbln.settings.places import Problem
 
 BLOCK = 128
+SEED = {"PYTHONHASHSEED": "0"}
 RDS = {
     "storage_plugin.RDSBackend.module_path": "lmcache_rbln.storage_plugin.rds_backend",
     "storage_plugin.RDSBackend.class_name": "RDSBackend",
@@ -231,7 +232,7 @@ def test_what_is_refused_names_setting_value_and_fix(
     assert problem.setting == setting
     assert not problem.harmless
     with pytest.raises(ValueError, match=said) as refusal:
-        require(environment, connector, BLOCK)
+        require(SEED | environment, connector, BLOCK)
     assert "\n" not in str(refusal.value)
 
 
@@ -242,7 +243,7 @@ def test_every_problem_is_a_line_and_harmless_ones_are_not() -> None:
         "LMCACHE_LOCAL_CPU": "y",
     }
     with pytest.raises(ValueError) as refusal:
-        require(environment, {}, BLOCK)
+        require(SEED | environment, {}, BLOCK)
     lines = str(refusal.value).splitlines()
     assert len(lines) == 2
     assert "LMCACHE_CHUNK_SIZE is 'k'" in lines[0]
@@ -267,7 +268,7 @@ def test_what_has_no_effect_is_said(
     (problem,) = problems(environment, connector)
     assert problem.harmless
     assert said in str(problem)
-    require(environment, connector, BLOCK)
+    require(SEED | environment, connector, BLOCK)
 
 
 def test_variables_that_kubernetes_sets_for_services_are_no_settings() -> None:
@@ -348,7 +349,7 @@ def test_a_file_that_is_wrong(tmp_path: Path, text: str, found: str) -> None:
     file = tmp_path / "lmcache.yaml"
     file.write_text(text)
     with pytest.raises(ValueError, match=found) as refusal:
-        require({"LMCACHE_CONFIG_FILE": str(file)}, {}, BLOCK)
+        require(SEED | {"LMCACHE_CONFIG_FILE": str(file)}, {}, BLOCK)
     assert SECRET not in str(refusal.value)
 
 
@@ -378,7 +379,7 @@ def test_a_file_that_is_none(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for name in ("pipe", ""):
         with pytest.raises(ValueError, match="not a file"):
-            require({"LMCACHE_CONFIG_FILE": str(tmp_path / name)}, {}, BLOCK)
+            require(SEED | {"LMCACHE_CONFIG_FILE": str(tmp_path / name)}, {}, BLOCK)
 
 
 @pytest.mark.parametrize("text", [f'{{"password": "{SECRET}",}}', f"'{SECRET}"])
@@ -393,7 +394,7 @@ def test_malformed_json_is_not_shown(text: str) -> None:
 
 
 def test_what_lmcache_has_in_the_end_is_checked_too() -> None:
-    settings = require({}, {}, BLOCK)
+    settings = require(SEED, {}, BLOCK)
     config = LMCacheEngineConfig.from_defaults()
     require_parsed(config, settings, BLOCK)
     # As a configuration server or an earlier engine of the process leaves it.
@@ -422,4 +423,7 @@ def test_a_hash_seed_that_differs_between_processes(
 ) -> None:
     problem = hash_seed_problem({} if seed is None else {"PYTHONHASHSEED": seed})
     assert (problem is None) is is_well
-    assert problem is None or problem.fix == "export PYTHONHASHSEED=0"
+    if problem is not None:
+        environment = {} if seed is None else {"PYTHONHASHSEED": seed}
+        with pytest.raises(ValueError, match="; export PYTHONHASHSEED=0$"):
+            require(environment, {}, BLOCK)

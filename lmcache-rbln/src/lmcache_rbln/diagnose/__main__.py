@@ -7,7 +7,7 @@ from __future__ import annotations
 # Standard
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from functools import partial
 import argparse
 import os
 import shutil
@@ -25,6 +25,7 @@ from lmcache_rbln.diagnose import (
 from lmcache_rbln.diagnose.probe import run_probe
 from lmcache_rbln.diagnose.report import FAIL, Result, one_line
 
+_PROBES = "lmcache_rbln.diagnose.probe_main"
 # For a server that accepts a connection; one that has the answer gives it at once.
 _SERVER_TIMEOUT_S = 5
 # Has the probe's LMCache use the CPU: whether RBLN works is the other probe's business.
@@ -38,8 +39,72 @@ def _count(text: str) -> int:
     return value
 
 
-def arguments(words: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line."""
+def run_checks(options: argparse.Namespace) -> dict[str, Result]:
+    """Gather the facts and check them, in the order of the report."""
+    environment, path = dict(os.environ), os.environ.get("PATH")
+    connector = connectors.read_connector(options.kv_transfer_config)
+    address, block_size = options.server or connector.server, options.block_size
+    asked = {
+        "connector": connector.name,
+        "config": connector.config,
+        "extra": connector.extra,
+        "block_size": block_size,
+        "server": address,
+        "timeout": min(_SERVER_TIMEOUT_S, options.timeout),
+        "environment": {n: v for n, v in environment.items() if n == _BACKEND},
+    }
+    # torch without torch-rbln, which fails to import without a runtime.
+    for_lmcache = environment | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    for_lmcache.pop(_BACKEND, None)
+    with ThreadPoolExecutor(2) as pool:
+        probes = [
+            pool.submit(run_probe, (_PROBES, name), asked, variables, options.timeout)
+            for name, variables in (("lmcache", for_lmcache), ("runtime", environment))
+        ]
+        monitor = npu.ask_monitor(path)
+        lmcache, runtime = (probe.result() for probe in probes)
+    answer = lmcache.get("server") if address else {}
+    found, torch = lmcache.get("settings"), runtime.get("torch")
+    # Without torch there is no vLLM either, and that has its own line.
+    vllm = None if torch.get("error") else runtime.get("vllm")
+    stack, simulated = packages.installed(), bool(torch.get("simulated"))
+    checks: dict[str, Callable[[], Result]] = {
+        name: partial(packages.check_package, name, stack, simulated)
+        for name in packages.STACK
+    }
+    checks |= {
+        "LMCache build": lambda: packages.check_build(lmcache.get("build")),
+        "RBLN runtime": lambda: npu.check_runtime(torch, environment),
+        "NPU": lambda: npu.check_npu(torch, monitor, environment),
+        "hash seed": lambda: settings.check_hash_seed(environment),
+        "settings": lambda: settings.check_settings(found),
+        "connector": lambda: connectors.check_connector(connector, vllm),
+        "chunk and block": lambda: settings.check_chunk(
+            found, answer.get("chunk_size"), bool(address), block_size
+        ),
+        "server": lambda: server.check_server(address, answer),
+        "RDS": lambda: npu.check_rds(runtime.get("rds"), found.get("plugins") or {}),
+    }
+    results = {}
+    for name, check in checks.items():
+        try:
+            results[name] = check()
+        except Exception as error:
+            text = one_line(f"the check broke: {type(error).__name__}: {error}")
+            fix = "report this with the output of --json"
+            results[name] = Result(FAIL, text, "a check that ends", fix)
+    return results
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Print the report.
+
+    Args:
+        words: The command line; this process's by default.
+
+    Returns:
+        The exit code: 0 if no check failed, else 1.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m lmcache_rbln.diagnose",
         description="Check whether vLLM on RBLN NPUs can keep its KV cache in LMCache "
@@ -55,87 +120,7 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     ):
         parser.add_argument(flag, metavar=metavar, type=kind, help=text)
     parser.set_defaults(timeout=60)
-    return parser.parse_args(words)
-
-
-def run_checks(options: argparse.Namespace) -> dict[str, Result]:
-    """Gather the facts and check them, in the order of the report."""
-    environment, path = dict(os.environ), os.environ.get("PATH")
-    connector = connectors.read_connector(options.kv_transfer_config)
-    address = options.server or connector.server
-    # torch without torch-rbln, which fails to import without a runtime.
-    for_lmcache = {n: v for n, v in environment.items() if n != _BACKEND} | {
-        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"
-    }
-    requests: tuple[dict[str, Any], dict[str, Any]] = (
-        {
-            "probe": "lmcache",
-            "connector": connector.name,
-            "extra": connector.extra,
-            "block_size": options.block_size,
-            "server": address,
-            "timeout": min(_SERVER_TIMEOUT_S, options.timeout),
-            "environment": {n: v for n, v in environment.items() if n == _BACKEND},
-        },
-        {"probe": "runtime", "config": connector.config},
-    )
-    with ThreadPoolExecutor(2) as pool:
-        probes = [
-            pool.submit(run_probe, request, variables, options.timeout)
-            for request, variables in zip(
-                requests, (for_lmcache, environment), strict=True
-            )
-        ]
-        monitor, service = npu.ask_monitor(path), npu.rds_service_state(path)
-        lmcache, runtime = (probe.result() for probe in probes)
-    answer = lmcache.get("server") if address else {}
-    found, torch = lmcache.get("settings"), runtime.get("torch")
-    # Without torch there is no vLLM either, and that has its own line.
-    vllm = None if torch.get("error") else runtime.get("vllm")
-    stack = packages.installed()
-    checks: dict[str, Callable[[], Result]] = {
-        name: lambda name=name: packages.check_package(
-            name, stack, bool(torch.get("simulated"))
-        )
-        for name in packages.STACK
-    } | {
-        "LMCache build": lambda: packages.check_build(lmcache.get("build")),
-        "RBLN runtime": lambda: npu.check_runtime(torch, environment),
-        "NPU": lambda: npu.check_npu(torch, monitor, environment),
-        "hash seed": lambda: settings.check_hash_seed(environment),
-        "settings": lambda: settings.check_settings(found),
-        "connector": lambda: connectors.check_connector(connector, vllm),
-        "chunk and block": lambda: settings.check_chunk(
-            found, answer.get("chunk_size"), bool(address), options.block_size
-        ),
-        "server": lambda: server.check_server(address, answer),
-        "RDS": lambda: npu.check_rds(
-            runtime.get("rds"), service, found.get("plugins") or {}
-        ),
-    }
-    return {name: _guarded(check) for name, check in checks.items()}
-
-
-def _guarded(check: Callable[[], Result]) -> Result:
-    """Run a check; an error in it becomes its result."""
-    try:
-        return check()
-    except Exception as error:
-        found = one_line(f"the check broke: {type(error).__name__}: {error}")
-        fix = "report this with the output of --json"
-        return Result(FAIL, found, "a check that ends", fix)
-
-
-def main(words: Sequence[str] | None = None) -> int:
-    """Print the report.
-
-    Args:
-        words: The command line; this process's by default.
-
-    Returns:
-        The exit code: 0 if no check failed, else 1.
-    """
-    options = arguments(words)
+    options = parser.parse_args(words)
     results = run_checks(options)
     if options.json:
         text = report.as_json(results)

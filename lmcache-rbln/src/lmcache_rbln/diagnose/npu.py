@@ -18,7 +18,6 @@ from lmcache_rbln.diagnose.probe import run_command
 from lmcache_rbln.diagnose.report import FAIL, OK, SKIP, WARN, Result, one_line
 from lmcache_rbln.settings.rules import RDS_MODULE
 
-RDS_SERVICE = "rebellions-rds-binding.service"
 # The driver's monitor and its older name. They show who uses an NPU and open none.
 _MONITORS = ("rbln-smi", "rbln-stat")
 _TIMEOUT_S = 10.0
@@ -55,11 +54,8 @@ def ask_monitor(path: str | None) -> dict[str, Any]:
         models = sorted({str(device["name"]) for device in report["devices"]})
     except (ValueError, KeyError, TypeError, AttributeError):
         return {"error": "the driver's monitor answered in an unknown form"}
-    keys = ("npu", "pid", "command")
-    return {
-        "models": models,
-        "uses": [dict(zip(keys, one, strict=True)) for one in sorted(uses)],
-    }
+    named = [dict(zip(("npu", "pid", "command"), u, strict=True)) for u in sorted(uses)]
+    return {"models": models, "uses": named}
 
 
 def examine_torch() -> dict[str, Any]:
@@ -125,12 +121,9 @@ def check_npu(
         where = f" with {limit}={environment[limit]}" if limit else ""
         fix = f"check the driver with rbln-smi{f', and {limit}' if limit else ''}"
         return Result(FAIL, f"no NPU is visible{where}", "at least one", fix)
-    text = f"{npus} {'simulated' if torch.get('simulated') else 'visible'}"
-    details: dict[str, Any] = {
-        "simulated": bool(torch.get("simulated")),
-        "visible": npus,
-        "held": None,
-    }
+    simulated = bool(torch.get("simulated"))
+    text = f"{npus} {'simulated' if simulated else 'visible'}"
+    details = {"simulated": simulated, "visible": npus, "held": monitor.get("uses")}
     if monitor.get("error"):
         # Opening one would tell, and would take it from who needs it.
         found = f"{text}, not opened; in use? not known, {monitor['error']}"
@@ -167,42 +160,20 @@ def examine_rds() -> dict[str, Any]:
     return {"devices": int(rds.is_available() and rds.query_available_device_count())}
 
 
-def rds_service_state(path: str | None) -> str | None:
-    """Return what systemd says about the service of RDS, or None without systemd.
-
-    Args:
-        path: The ``PATH`` to look for ``systemctl`` in.
-    """
-    program = shutil.which("systemctl", path=path)
-    if program is None:
-        return None
-    # In a container without systemd running it complains on stderr only.
-    output, _ = run_command([program, "is-active", RDS_SERVICE], _TIMEOUT_S)
-    return one_line(output, 40) or None
-
-
-def check_rds(
-    facts: Mapping[str, Any], service: str | None, plugins: Mapping[str, str | None]
-) -> Result:
+def check_rds(facts: Mapping[str, Any], plugins: Mapping[str, str | None]) -> Result:
     """Check that RDS can be used, if the settings ask for it.
 
     Args:
-        facts: The topic ``rds`` of the runtime probe.
-        service: What systemd says about the service; None if that is not known.
+        facts: What :func:`examine_rds` returned, or ``error``.
         plugins: Module of each storage plugin in the settings.
     """
-    state = f"{RDS_SERVICE}: {service or 'no systemd to ask'}"
     devices = int(facts.get("devices") or 0)
-    problem = one_line(facts.get("error") or "")
-    if not problem and not devices:
-        problem = "no device"
-    if not problem and service not in (None, "active"):
-        problem = "the service does not run"
-    details = {"devices": devices, "service": service, "problem": problem}
-    if not problem:
-        return Result(OK, f"{devices} devices; {state}", details=details)
+    if devices:
+        return Result(OK, f"{devices} devices", details={"devices": devices})
     if RDS_MODULE not in plugins.values():
-        return Result(SKIP, "not used by the settings", details=details)
+        return Result(SKIP, "not used by the settings")
+    found = one_line(facts.get("error") or "no device is available")
     wanted = "NVMe devices for the storage plugin of RDS"
-    fix = f"systemctl status {RDS_SERVICE}; journalctl -u {RDS_SERVICE} -b"
-    return Result(FAIL, f"{problem}; {state}", wanted, fix, details)
+    service = "rebellions-rds-binding.service"
+    fix = f"systemctl status {service}; journalctl -u {service} -b"
+    return Result(FAIL, found, wanted, fix)

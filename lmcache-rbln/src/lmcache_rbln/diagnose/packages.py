@@ -42,37 +42,6 @@ def installed() -> Packages:
     return found
 
 
-def requirements_on(name: str, packages: Packages) -> dict[str, str]:
-    """Return what the packages of the stack ask of one of them.
-
-    Args:
-        name: The package asked for.
-        packages: The stack.
-
-    Returns:
-        The versions that it may have by who asks (name and version), for example
-        ``{"torch-rbln 0.12.0": "==2.13.0+cpu"}``. Requirements without versions or for
-        other machines are left out.
-    """
-    # Third Party
-    from packaging.requirements import InvalidRequirement, Requirement
-    from packaging.utils import canonicalize_name
-
-    found = {}
-    for asker, (version, requires) in packages.items():
-        for text in requires:
-            try:
-                one = Requirement(text)
-            except InvalidRequirement:
-                continue
-            holds = one.marker is None or any(
-                one.marker.evaluate({"extra": extra}) for extra in _EXTRAS
-            )
-            if canonicalize_name(one.name) == name and one.specifier and holds:
-                found[f"{asker} {version}"] = str(one.specifier)
-    return found
-
-
 def check_package(name: str, packages: Packages, simulated: bool) -> Result:
     """Check that a package is there and that the others accept its version.
 
@@ -83,35 +52,33 @@ def check_package(name: str, packages: Packages, simulated: bool) -> Result:
             rebel-compiler.
     """
     # Third Party
-    from packaging.specifiers import SpecifierSet
-    from packaging.version import InvalidVersion, Version
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
 
-    asked = requirements_on(name, packages)
-    found = packages[name][0] if name in packages else "not installed"
-    try:
-        version = Version(found)
-    except InvalidVersion:  # "not installed" is none either
-        version = None
-        if name == "rebel-compiler" and simulated and name not in packages:
-            return Result(SKIP, "not installed; a simulated runtime takes its place")
-    misfits = [
-        f"{name}{versions} ({asker})"
-        for asker, versions in asked.items()
-        if version is None or not SpecifierSet(versions).contains(version, True)
-    ]
-    fix = f"pip install '{name}{','.join(set(asked.values()))}'{_FROM.get(name, '')}"
+    if name == "rebel-compiler" and simulated and name not in packages:
+        return Result(SKIP, "not installed; a simulated runtime takes its place")
+    found, _ = packages.get(name, ("not installed", ()))
+    misfits, versions = [], set()
+    for asker, (asking, requires) in packages.items():
+        for one in map(Requirement, requires):
+            if canonicalize_name(one.name) != name or not one.specifier:
+                continue
+            if one.marker is None or any(
+                one.marker.evaluate({"extra": extra}) for extra in _EXTRAS
+            ):
+                versions.add(str(one.specifier))
+                if name not in packages or not one.specifier.contains(found, True):
+                    misfits.append(f"{name}{one.specifier} ({asker} {asking})")
+    fix = f"pip install '{name}{','.join(sorted(versions))}'{_FROM.get(name, '')}"
     if name == "lmcache":
-        pins = [one[2:].split("+")[0] for one in asked.values() if one[:2] == "=="]
-        pin = pins[0] if pins else "VERSION"
-        fix = f"pip install lmcache=={pin}+rbln --find-links DIR"
-        if version is not None and not str(version.local).startswith("rbln"):
+        pin = max(versions, default="==VERSION").split("+")[0]
+        fix = f"pip install lmcache{pin}+rbln --find-links DIR"
+        if name in packages and "+rbln" not in found:
             found += ": not an RBLN build"
             misfits.append("a build with the local version +rbln")
-    if misfits or version is None:
+    if misfits or name not in packages:
         return Result(FAIL, found, "; ".join(misfits) or name, fix)
-    return Result(
-        OK, found, details={"wishes": [f"{a}: {v}" for a, v in asked.items()]}
-    )
+    return Result(OK, found)
 
 
 def examine_build() -> dict[str, Any]:
@@ -164,7 +131,5 @@ def check_build(facts: Mapping[str, Any]) -> Result:
         number = len(facts["loaded"])
         return Result(OK, f"{number} native extensions load, built for torch {running}")
     wanted = "the RBLN backend, with native extensions that load into this torch"
-    fix = (
-        "install the lmcache +rbln wheel for this torch, or build LMCache again where "
-    )
-    return Result(FAIL, found, wanted, f"{fix}this torch is installed")
+    fix = "install the lmcache +rbln wheel for this torch, or build LMCache again "
+    return Result(FAIL, found, wanted, f"{fix}where this torch is installed")

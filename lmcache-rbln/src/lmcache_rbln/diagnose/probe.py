@@ -10,7 +10,7 @@ from __future__ import annotations
 
 # Standard
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 import json
@@ -80,58 +80,61 @@ def run_command(
     Returns:
         Its standard output, and why it did not end well or an empty text.
     """
-    # Files, not pipes: a process that outlives the program would keep a pipe open.
-    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as output:
+    with ExitStack() as files:
+        # No pipes: a process that outlives the program would keep one open.
+        given, output, errors = (
+            files.enter_context(tempfile.TemporaryFile()) for _ in range(3)
+        )
         given.write(text.encode())
         given.seek(0)
-        with tempfile.TemporaryFile() as errors:
-            try:
-                child = subprocess.Popen(
-                    command,
-                    env=environment,
-                    stdin=given,
-                    stdout=output,
-                    stderr=errors,
-                    start_new_session=True,
-                )
-            except OSError as error:
-                return "", f"can't start {command[0]}: {error.strerror}"
-            problem = ""
-            try:
-                code = child.wait(timeout_s)
-            except subprocess.TimeoutExpired:
-                # A process that hangs inside a driver doesn't die; it is left behind.
-                with suppress(ProcessLookupError):
-                    os.killpg(child.pid, signal.SIGKILL)
-                problem, code = f"no answer in {timeout_s:g} s", 0
-            texts = []
-            for file in (output, errors):
-                file.seek(0)
-                texts.append(file.read().decode("utf-8", "replace"))
+        try:
+            child = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=given,
+                stdout=output,
+                stderr=errors,
+                start_new_session=True,
+            )
+            code, problem = child.wait(timeout_s), ""
+        except OSError as error:
+            return "", f"can't start {command[0]}: {error.strerror}"
+        except subprocess.TimeoutExpired:
+            # A process that hangs inside a driver doesn't die; it is left behind.
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            code, problem = 0, f"no answer in {timeout_s:g} s"
+        texts = []
+        for file in (output, errors):
+            file.seek(0)
+            texts.append(file.read().decode("utf-8", "replace"))
     if code < 0:
         problem = f"it was ended by signal {-code} ({signal.Signals(-code).name})"
     elif code:
-        lines = (texts[1].strip() or texts[0].strip()).splitlines()
-        problem = f"exit code {code}: {one_line(lines[-1]) if lines else ''}"
+        last = "".join(texts).strip().rpartition("\n")[2]
+        problem = f"exit code {code}: {one_line(last)}"
     return texts[0], problem
 
 
 def run_probe(
-    request: Mapping[str, Any], environment: Mapping[str, str], timeout_s: float
+    words: Sequence[str],
+    asked: Mapping[str, Any],
+    environment: Mapping[str, str],
+    timeout_s: float,
 ) -> Facts:
-    """Run ``probe_main`` to its end, however it ends.
+    """Run a probe to its end, however it ends.
 
     Args:
-        request: What it is asked, which it gets as JSON on its standard input: there
-            nobody else sees it.
+        words: What to run, as for ``python -m``.
+        asked: What it gets as JSON on its standard input: there nobody else sees it.
         environment: Its whole environment.
         timeout_s: It is killed after this many seconds.
 
     Returns:
         What it told.
     """
-    command = [sys.executable, "-m", "lmcache_rbln.diagnose.probe_main"]
-    output, problem = run_command(command, timeout_s, environment, json.dumps(request))
+    command = [sys.executable, "-m", *words]
+    output, problem = run_command(command, timeout_s, environment, json.dumps(asked))
     topics: dict[str, dict[str, Any]] = {}
     for line in output.split("\n"):
         if line.startswith(_MARK):

@@ -16,7 +16,7 @@ from lmcache_rbln.diagnose.probe import tell
 
 if __name__ == "__main__":
     asked = json.load(sys.stdin)
-    if asked["probe"] == "lmcache":
+    if sys.argv[1] == "lmcache":
         environment = dict(os.environ) | asked["environment"]
         tell("build", packages.examine_build)
         tell(

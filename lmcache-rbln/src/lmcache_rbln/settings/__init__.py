@@ -7,19 +7,15 @@ LMCache itself is asked for the names and types of its settings.
 """
 
 # Local
-from .check import examine, hash_seed_problem, require, require_parsed
-from .own import FAIL, RECOMPUTE, Settings
-from .places import Problem
+from .check import examine, require, require_parsed
+from .own import RECOMPUTE, Settings
 from .rules import fitting_chunk_size
 
 __all__ = [
-    "FAIL",
     "RECOMPUTE",
-    "Problem",
     "Settings",
     "examine",
     "fitting_chunk_size",
-    "hash_seed_problem",
     "require",
     "require_parsed",
 ]

@@ -66,7 +66,7 @@ def require(
     connector: Mapping[str, Any],
     block_size: int | None,
 ) -> Settings:
-    """Refuse to start with settings that do not work; see :func:`examine`.
+    """Refuse to start with what :func:`examine` finds, or a hash seed that differs.
 
     Returns:
         The settings that hold.
@@ -75,6 +75,8 @@ def require(
         ValueError: A line for each problem.
     """
     settings, found = examine(environment, connector, block_size)
+    if seed := hash_seed_problem(environment):
+        found.insert(0, seed)
     _raise(found)
     return settings
 

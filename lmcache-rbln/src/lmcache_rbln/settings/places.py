@@ -109,8 +109,8 @@ class Settings:
             self.problems.append(Problem(where, found, wanted, fix, True))
             return
         meant = spelling + (near[0].upper() if spelling == _VARIABLE else near[0])
-        if _KEY + near[0] in table.CONNECTOR_ONLY:
-            meant = f"{_KEY}{near[0]} in {CONNECTOR}"
+        if _KEY + near[0] == table.MAX_TOKENS:
+            meant = f"{table.MAX_TOKENS} in {CONNECTOR}"
         self.problems.append(Problem(where, found, meant, f"rename it to {meant}"))
 
 
@@ -182,16 +182,14 @@ def _put_key(settings: Settings, key: str, value: Any) -> None:
     """Take an entry of ``kv_connector_extra_config``."""
     name, where = key.removeprefix(_KEY), f"{show_name(key)} in {CONNECTOR}"
     move = ""
-    if key in table.CONNECTOR_ONLY:
+    if key == table.MAX_TOKENS:
         settings.where[key] = where
-        kind = table.CONNECTOR_ONLY[key]
-        if type(value) is kind and value >= 0:
+        if type(value) is int and value >= 0:
             settings.values[key] = value
         else:
-            wanted = "a whole number from 0" if kind is int else "true or false"
             found = f"{where} is {show(value, kind='number')}"
             fix = f"correct it, or unset {where}"
-            settings.problems.append(Problem(key, found, wanted, fix))
+            settings.problems.append(Problem(key, found, "a whole number from 0", fix))
     elif name != key and name in table.definitions():
         settings.put(name, where, value)
     elif name != key:

@@ -19,7 +19,6 @@ from .places import CONNECTOR, EXTRA, Problem, Settings
 CHUNK_AND_BLOCK = "chunk_size, block_size"
 #: Where the storage plugin for RDS lives.
 RDS_MODULE = "lmcache_rbln.storage_plugin.rds_backend"
-_MAX_TOKENS = "lmcache.max_tokens_per_load"
 # Settings of which any keeps chunks somewhere.
 _TIERS = (
     *("local_cpu", "local_disk", "remote_url"),
@@ -96,12 +95,12 @@ def _chunk(settings: Settings, block: int | None) -> Iterator[Problem]:
         fit = fitting_chunk_size(chunk, block)
         fix = f"set {settings.place('chunk_size')} to {fit}"
         yield Problem(CHUNK_AND_BLOCK, found, wanted, fix)
-    most = settings.values.get(_MAX_TOKENS, 0)
+    most = settings.values.get(table.MAX_TOKENS, 0)
     if 0 < most < chunk:
-        where = settings.place(_MAX_TOKENS)
+        where = settings.place(table.MAX_TOKENS)
         found = f"{where} is {most}, so that nothing would ever be loaded"
         wanted = f"0 (no limit), or a chunk of {chunk} tokens or more"
-        yield Problem(_MAX_TOKENS, found, wanted, f"set {where} to {chunk}")
+        yield Problem(table.MAX_TOKENS, found, wanted, f"set {where} to {chunk}")
 
 
 def _tiers(settings: Settings) -> Iterator[Problem]:

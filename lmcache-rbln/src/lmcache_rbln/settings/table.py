@@ -74,12 +74,8 @@ EXTRA_OFF: Mapping[str, str] = {
     "keeps its own,",
     "enable_nixl_storage": "NIXL storage",
 }
-#: Read from ``kv_connector_extra_config`` alone and as they are, by their kinds.
-CONNECTOR_ONLY: Mapping[str, type[int]] = {
-    "lmcache.max_tokens_per_load": int,
-    "skip_last_n_tokens": int,
-    "discard_partial_chunks": bool,
-}
+#: Read from ``kv_connector_extra_config`` alone, and as it is.
+MAX_TOKENS = "lmcache.max_tokens_per_load"
 # Variables on our path beside the settings.
 _VARIABLES = ("config_file", "device_backend", "force_skip_save", "max_tokens_per_load")
 _RBLN_VARIABLES = ("rbln_kv_layout", "rbln_staging_mib", "rbln_transpose_threads")
@@ -215,9 +211,5 @@ def _is_misread(kind: Any, value: Any, converted: Any, default: Any) -> bool:
 
 def show_setting(name: str, value: Any) -> str:
     """Return a setting's value as it may be printed."""
-    kind = kind_of(name)
-    words = (*WORDS.get(name, ()), "none", "None", "null")
-    if name in ("storage_plugins", "remote_storage_plugins"):
-        return show(value.split(",") if isinstance(value, str) else value, (), "name")
-    is_text = kind in (str, dict, list[str])
-    return show(value, words, "" if is_text else "number")
+    kind = "name" if name.endswith("storage_plugins") else "number"
+    return show(value, WORDS.get(name, ()), kind)

@@ -98,8 +98,8 @@ class RBLNLMCacheConnectorV1(LMCacheConnectorV1Dynamic):
         kv_cache_config: vLLM's plan of the KV cache.
 
     Raises:
-        RuntimeError: If PYTHONHASHSEED is not fixed, or LMCache can't start and
-            ``lmcache_rbln.allow_degraded`` is not set.
+        RuntimeError: If LMCache can't start and ``lmcache_rbln.allow_degraded`` is not
+            set.
         ValueError: If a setting or the model is not supported.
     """
 
@@ -126,7 +126,6 @@ class RBLNLMCacheConnectorV1(LMCacheConnectorV1Dynamic):
         role: KVConnectorRole,
         kv_cache_config: KVCacheConfig | None,
     ) -> None:
-        startup_checks.require_hash_seed(os.environ)
         transfer_config = vllm_config.kv_transfer_config
         assert transfer_config is not None
         extra_config = transfer_config.kv_connector_extra_config

@@ -10,26 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 # First Party
 from lmcache.v1.config import LMCacheEngineConfig
-from lmcache_rbln.settings import hash_seed_problem
 
 if TYPE_CHECKING:
     # Third Party
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
-
-
-def require_hash_seed(environ: Mapping[str, str]) -> None:
-    """Refuse a process whose block hashes differ from other processes'.
-
-    Args:
-        environ: The process's environment.
-
-    Raises:
-        RuntimeError: If PYTHONHASHSEED is no fixed number.
-    """
-    problem = hash_seed_problem(environ)
-    if problem:
-        raise RuntimeError(str(problem))
 
 
 def require_supported(
