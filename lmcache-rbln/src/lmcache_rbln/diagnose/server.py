@@ -32,9 +32,6 @@ def ask(address: str | None, timeout_s: float) -> dict[str, Any]:
     Returns:
         ``chunk_size`` and ``is_engine_driven``; or ``error``.
     """
-    # First Party
-    from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
-
     if not address:
         return {}
     url = address if "://" in address else f"tcp://{address}"
@@ -46,21 +43,22 @@ def ask(address: str | None, timeout_s: float) -> dict[str, Any]:
         except (OSError, ValueError, OverflowError) as error:
             why = "no port" if isinstance(error, ValueError) else error
             return {"error": one_line(f"{show(url)}: {why}")}
+    # First Party
+    from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
+
     client = RequestClientFactory.create(url)
     try:
         chunk_size = int(client.get_chunk_size().result(timeout=timeout_s))
         # No process id is negative, so this is nobody's worker.
         call = client.unregister_kv_cache_engine_driven_context(-os.getpid())
+        is_engine_driven = True
         try:
             call.result(timeout=timeout_s)
         except Exception:
-            return {"chunk_size": chunk_size, "is_engine_driven": False}
-        return {"chunk_size": chunk_size, "is_engine_driven": True}
+            is_engine_driven = False
+        return {"chunk_size": chunk_size, "is_engine_driven": is_engine_driven}
     except TimeoutError:
-        why = (
-            "accepts connections, but gives no answer; tcp:// is for ZMQ, grpc:// for "
-        )
-        return {"error": f"{show(url)} {why}gRPC"}
+        return {"error": f"{show(url)} gives no answer (tcp:// is ZMQ, grpc:// gRPC)"}
     finally:
         client.close()
 

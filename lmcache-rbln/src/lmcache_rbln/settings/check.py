@@ -22,7 +22,7 @@ _WORDS = {
     "LMCACHE_DEVICE_BACKEND": ("rbln",),
     MODE: ("auto", "engine_driven"),
     # LMCache takes any text, also "False".
-    "LMCACHE_FORCE_SKIP_SAVE": ("1", "true"),
+    "LMCACHE_FORCE_SKIP_SAVE": ("1", "true", "yes", "on"),
 }
 _SETTINGS = "lmcache.v1.platform.devices.rbln.settings"
 _DETECTOR = "lmcache.v1.gpu_connector.kv_format.detectors.vllm_rbln"
@@ -114,12 +114,14 @@ def variable_problems(environment: Mapping[str, str]) -> Iterator[Problem]:
             found, wanted = f"{variable} is {shown}", " or ".join(words)
             yield Problem(variable, found, wanted, fix)
     for variable, (module, function) in _BACKEND_READERS.items():
+        if variable not in environment:
+            continue
         try:
             getattr(importlib.import_module(module), function)()
         except ImportError:
             continue  # LMCache without the RBLN backend
         except ValueError as error:
-            value = environment.get(variable, "").strip()
+            value = environment[variable].strip()
             text = str(error).replace(repr(value), show(value, kind="number"))
             yield Problem(variable, text, "a value that has a meaning", "correct it")
 

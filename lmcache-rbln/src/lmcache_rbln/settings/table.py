@@ -143,9 +143,8 @@ def is_variable_of_lmcache(variable: str) -> bool:
 def kind_of(name: str) -> Any:
     """Return the type of a setting's values, without ``None``."""
     kind = definitions()[name]["type"]
-    if typing.get_origin(kind) is typing.Union:
-        kind = typing.get_args(kind)[0]
-    return kind
+    choices = typing.get_args(kind)
+    return choices[0] if type(None) in choices else kind
 
 
 def read(name: str, value: Any) -> tuple[Any, str]:
