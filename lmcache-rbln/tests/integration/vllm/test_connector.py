@@ -65,7 +65,7 @@ def test_hash_seed(
         monkeypatch.delenv("PYTHONHASHSEED")
     else:
         monkeypatch.setenv("PYTHONHASHSEED", seed)
-    with pytest.raises(RuntimeError, match="export PYTHONHASHSEED=0"):
+    with pytest.raises(ValueError, match="export PYTHONHASHSEED=0"):
         construct(role, vllm_config())
 
 
@@ -73,11 +73,11 @@ def test_hash_seed(
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ({"lmcache.use_layerwise": True}, "set lmcache.use_layerwise to False"),
-        ({"lmcache.enable_blending": "true"}, "set lmcache.enable_blending to False"),
-        ({"lmcache.chunk_size": 100}, "set lmcache.chunk_size to 128"),
-        ({"rds_buffer_size": 64}, "move rds_buffer_size into LMCACHE_EXTRA_CONFIG"),
-        ({"lmcache_rbln.allow_degraded": "perhaps"}, "wants true or false"),
+        ({"lmcache.use_layerwise": True}, "unset lmcache.use_layerwise in kv_conn"),
+        ({"lmcache.enable_blending": "true"}, "unset lmcache.enable_blending in kv_"),
+        ({"lmcache.chunk_size": 100}, "set lmcache.chunk_size in .* to 128"),
+        ({"rds_buffer_size": 64}, "move it to LMCACHE_EXTRA_CONFIG"),
+        ({"lmcache_rbln.allow_degraded": "perhaps"}, "must be true or false"),
         ({"lmcache_rbln.degraded": True}, "did you mean lmcache_rbln.allow_degraded"),
     ],
 )

@@ -64,8 +64,8 @@ class RBLNLMCacheConnectorV1(SchedulerSide):
         kv_cache_config: vLLM's plan of the KV cache.
 
     Raises:
-        RuntimeError: If PYTHONHASHSEED is not fixed, or LMCache can't start and
-            ``lmcache_rbln.allow_degraded`` is not set.
+        RuntimeError: If LMCache can't start and ``lmcache_rbln.allow_degraded`` is not
+            set.
         ValueError: If a setting or the model is not supported.
     """
 
@@ -92,16 +92,15 @@ class RBLNLMCacheConnectorV1(SchedulerSide):
         role: KVConnectorRole,
         kv_cache_config: KVCacheConfig | None,
     ) -> None:
-        startup_checks.require_hash_seed(os.environ)
         transfer_config = vllm_config.kv_transfer_config
         assert transfer_config is not None
         extra_config = transfer_config.kv_connector_extra_config
-        facts = startup_checks.vllm_facts(vllm_config)
-        settings = require(os.environ, extra_config, facts)
+        block_size = vllm_config.cache_config.block_size
+        settings = require(os.environ, extra_config, block_size)
         startup_checks.require_supported(vllm_config, kv_cache_config)
         combinations.require_tested(vllm_config)
         config = service.engine_config(vllm_config)
-        require_parsed(config, settings, facts)
+        require_parsed(config, settings, block_size)
         self._settings = Settings.parse(config.extra_config, extra_config)
         self.begin_requests()
         self._unloaded = UnloadedBlocks(vllm_config.cache_config.block_size)

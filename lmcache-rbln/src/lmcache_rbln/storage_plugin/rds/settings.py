@@ -6,56 +6,17 @@ here needs torch or LMCache.
 """
 
 # Standard
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-import difflib
+
+# First Party
+from lmcache_rbln.settings.own import Setting, parse, setting, settings_of
 
 PREFIX = "rds_"
 _MIB = 1 << 20
 _ONLINE_NODES = Path("/sys/devices/system/node/online")
-
-
-class RDSSettingsError(ValueError):
-    """A setting that cannot be used; the message names it."""
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What one key may be.
-
-    Attributes:
-        default: Its value where it is not given; its type is that of all values. A
-            whole number is a ``float`` too.
-        least: Smallest number.
-        most: Largest number.
-        unit: Unit of the number.
-        words: All words that may be given, where it is no number.
-        present: Returns the numbers that this machine has, where that is less than the
-            range.
-    """
-
-    default: int | float | str
-    least: float = 0
-    most: float = 0
-    unit: str = ""
-    words: tuple[str, ...] = ()
-    present: Callable[[], list[int]] | None = None
-
-    def wanted(self, value: Any) -> str:
-        """Return what a value must be instead, or an empty text if it may be so."""
-        if self.words:
-            return "" if value in self.words else "one of " + ", ".join(self.words)
-        kinds = (int, float) if isinstance(self.default, float) else (int,)
-        unit = f" {self.unit}" if self.unit else ""
-        if isinstance(value, bool) or not isinstance(value, kinds):
-            return f"a number of{unit}" if float in kinds else "a whole number"
-        if not self.least <= value <= self.most:
-            return f"from {self.least:.12g} to {self.most:.12g}{unit}"
-        if self.present is not None and value not in (there := self.present()):
-            return "one that this machine has: " + ", ".join(map(str, there))
-        return ""
 
 
 def numa_nodes() -> list[int]:
@@ -66,16 +27,6 @@ def numa_nodes() -> list[int]:
     except (OSError, ValueError):
         return [0]
     return [node for ends in ranges for node in range(ends[0], ends[-1] + 1)]
-
-
-def _number(default: float, least: float, most: float, unit: str = "") -> Any:
-    setting = Setting(default, least, most, unit)
-    return field(default=default, metadata={"setting": setting})
-
-
-def _word(default: str, *others: str) -> Any:
-    setting = Setting(default, words=(default, *others))
-    return field(default=default, metadata={"setting": setting})
 
 
 @dataclass(frozen=True)
@@ -94,16 +45,14 @@ class RDSSettings:
         numa_node: NUMA node of the storage threads.
     """
 
-    buffer_size: int = _number(2048, 1, 1 << 20, "MiB")
-    failure_policy: str = _word("ignore", "raise")
-    max_chunks: int = _number(0, 0, 1 << 32)
-    capacity: int = _number(0, 0, 1 << 32, "MiB")
-    write_mode: str = _word("auto", "overlapped", "synchronous")
-    checksum: str = _word("full", "header")
-    wait_timeout: float = _number(5.0, 0, 9, "seconds")
-    numa_node: int = field(
-        default=0, metadata={"setting": Setting(0, 0, 1023, present=numa_nodes)}
-    )
+    buffer_size: int = setting(2048, least=1, most=1 << 20, unit="MiB")
+    failure_policy: str = setting("ignore", words=("ignore", "raise"))
+    max_chunks: int = setting(0, most=1 << 32)
+    capacity: int = setting(0, most=1 << 32, unit="MiB")
+    write_mode: str = setting("auto", words=("auto", "overlapped", "synchronous"))
+    checksum: str = setting("full", words=("full", "header"))
+    wait_timeout: float = setting(5.0, most=9, unit="seconds")
+    numa_node: int = setting(0, most=1023, present=numa_nodes)
 
     @property
     def buffer_bytes(self) -> int:
@@ -127,9 +76,7 @@ class RDSSettings:
 
 
 #: What each key may be.
-SETTINGS: Mapping[str, Setting] = {
-    PREFIX + entry.name: entry.metadata["setting"] for entry in fields(RDSSettings)
-}
+SETTINGS: Mapping[str, Setting] = settings_of(RDSSettings, PREFIX)
 
 
 def read_settings(extra_config: Mapping[str, Any] | None) -> RDSSettings:
@@ -142,22 +89,7 @@ def read_settings(extra_config: Mapping[str, Any] | None) -> RDSSettings:
         The settings; what is not given has its default.
 
     Raises:
-        RDSSettingsError: A key that begins with ``rds_`` is unknown, or a value is of
-            the wrong type or out of range.
+        ValueError: A key that begins with ``rds_`` is unknown, or a value is of the
+            wrong type or out of range.
     """
-    given: dict[str, Any] = {}
-    for key, value in (extra_config or {}).items():
-        if not key.startswith(PREFIX):
-            continue
-        if key not in SETTINGS:
-            close = difflib.get_close_matches(key, SETTINGS, n=1, cutoff=0.0)
-            raise RDSSettingsError(
-                f"{key} is not a setting of the RDS backend; did you mean {close[0]}? "
-                f"Known: {', '.join(sorted(SETTINGS))}"
-            )
-        setting = SETTINGS[key]
-        wanted = setting.wanted(value)
-        if wanted:
-            raise RDSSettingsError(f"{key} must be {wanted}, got {value!r}")
-        given[key.removeprefix(PREFIX)] = type(setting.default)(value)
-    return RDSSettings(**given)
+    return parse(RDSSettings, PREFIX, extra_config)
