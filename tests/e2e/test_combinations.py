@@ -10,10 +10,12 @@ consumer of what the first stored. The third is one of two that serve side by si
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.error import HTTPError
 import os
 
 # Third Party
 import pytest
+import torch
 
 # First Party
 from examples.rbln_demo import client, tiny_models
@@ -29,7 +31,7 @@ from tests.e2e.clear_prompts import ClearPrompt, clear_prompts
 from tests.e2e.kv_blocks import assert_same_blocks, blocks_of, read_transfers
 from tests.e2e.offline_engines import NPUS, OfflineEngines
 from tests.e2e.serving import serving_environment
-from tests.e2e.stack import BLOCK_SIZE, MAX_MODEL_LEN
+from tests.e2e.stack import BLOCK_SIZE, ENGINE_SIDE, MAX_MODEL_LEN
 from tests.e2e.stack_pool import StackPool
 
 pytestmark = pytest.mark.sim
@@ -144,59 +146,105 @@ def test_a_consumer_restores_and_stores_nothing(served: Served) -> None:
     engines.cache.wait_stored(STORED * 2 * NPUS)
 
 
-def test_data_parallel_engines_share_what_is_stored(
-    runtime: Runtime, served: Served, stacks: StackPool, tmp_path: Path
-) -> None:
-    stacks.stop()  # for the memory of this machine
-    env = serving_environment(runtime, tmp_path / "cache")
-    env |= own_machine(tmp_path, NPUS) | {"OMP_NUM_THREADS": "1"}
-    server = CacheServerConfig(
-        BLOCK_SIZE, shm_name=f"rbln_e2e_{os.getpid()}_replicas", l1_size_gb=0.25
-    )
-    cache = CacheServer(server, env, tmp_path)
-    engine = Engine(
-        EngineConfig(
-            model=served.model,
+class Replicas:
+    """Two engines behind one port, as vLLM makes them by default, and a server."""
+
+    def __init__(self, runtime: Runtime, folder: Path, model: Path) -> None:
+        self.probe = folder / "probe"
+        self.probe.mkdir()
+        env = serving_environment(runtime, folder / "cache")
+        env |= own_machine(folder, NPUS) | {"OMP_NUM_THREADS": "1"}
+        server = CacheServerConfig(
+            BLOCK_SIZE, shm_name=f"rbln_e2e_{os.getpid()}_replicas", l1_size_gb=0.25
+        )
+        self.cache = CacheServer(server, env, folder)
+        config = EngineConfig(
+            model=model,
             block_size=BLOCK_SIZE,
             max_model_len=MAX_MODEL_LEN,
             max_seqs=4,
             num_blocks=14,
             max_batched_tokens=BLOCK_SIZE,
+            connector_module="rank_probe_connector",
             extra_args=("--data-parallel-size", str(NPUS), "--api-server-count", "1"),
-        ),
-        cache.port,
-        env,
-        tmp_path,
-    )
-    [prompt, *_] = served.prompts
+        )
+        path = f"{ENGINE_SIDE}:{env.get('PYTHONPATH', '')}".rstrip(":")
+        probe = {"KV_PROBE_FOLDER": str(self.probe), "KV_PROBE_BLOCK_AXIS": "0"}
+        env |= probe | {"PYTHONPATH": path}
+        self.engine = Engine(config, self.cache.port, env, folder)
 
-    def ask(rank: int) -> tuple[list[int], int]:
+    def ask(self, rank: int, prompt: ClearPrompt) -> tuple[list[int], int]:
+        """Let one engine answer; returns the answer and the tokens restored."""
         body = {
-            "model": engine.served_name,
+            "model": self.engine.served_name,
             "prompt": prompt.tokens,
             "max_tokens": NEW_TOKENS,
             "temperature": 0,
             "ignore_eos": True,
             "return_token_ids": True,
         }
-        url = f"http://{HOST}:{engine.port}/v1/completions"
+        url = f"http://{HOST}:{self.engine.port}/v1/completions"
         chosen = {"X-data-parallel-rank": str(rank)}
         answer = client.post_json(url, body, 300.0, chosen)
         details = answer["usage"]["prompt_tokens_details"] or {}
         return answer["choices"][0]["token_ids"], details.get("cached_tokens") or 0
 
+    def blocks(self, rank: int, direction: str, prompt: ClearPrompt) -> torch.Tensor:
+        """What one engine last stored or restored of a prompt."""
+        transfers = read_transfers(self.probe / f"rank{rank}")
+        return blocks_of(transfers, direction, prompt.tokens, BLOCK_SIZE)
+
+
+@pytest.fixture(scope="module")
+def replicas(
+    runtime: Runtime,
+    served: Served,
+    stacks: StackPool,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Replicas]:
+    stacks.stop()  # for the memory of this machine
+    made = Replicas(runtime, tmp_path_factory.mktemp("replicas"), served.model)
     try:
-        cache.start()
-        engine.start()
-        cache.wait_ready()
-        engine.wait_ready()
-        assert ask(0) == (list(prompt.answer), 0)
-        cache.wait_stored(2)
-        for rank in range(NPUS):
-            assert ask(rank) == (list(prompt.answer), *served.restored(1))
-        cache.wait_stored(2)
+        made.cache.start()
+        made.engine.start()
+        made.cache.wait_ready()
+        made.engine.wait_ready()
+        yield made
     finally:
         try:
-            engine.stop()
+            made.engine.stop()
         finally:
-            cache.stop()
+            made.cache.stop()
+
+
+def test_data_parallel_engines_share_what_is_stored(
+    replicas: Replicas, served: Served
+) -> None:
+    [prompt, *_] = served.prompts
+    answer = list(prompt.answer)
+    assert replicas.ask(0, prompt) == (answer, 0)
+    replicas.cache.wait_stored(2)
+    for rank in range(NPUS):
+        assert replicas.ask(rank, prompt) == (answer, *served.restored(1))
+        assert_same_blocks(
+            replicas.blocks(0, "STORE", prompt),
+            replicas.blocks(rank, "RETRIEVE", prompt),
+        )
+    replicas.cache.wait_stored(2)
+
+
+def test_a_load_that_fails_fails_its_request_alone(
+    replicas: Replicas, served: Served
+) -> None:
+    """vLLM's default policy; the engine ended one step later."""
+    [_, prompt, *_] = served.prompts
+    held = replicas.cache.memory()["total_object_count"]
+    wanted = replicas.ask(1, prompt)
+    replicas.cache.wait_stored(held + 2)
+    (replicas.probe / "rank1/fail-next-load").touch()
+    with pytest.raises(HTTPError, match="500"):
+        replicas.ask(1, prompt)
+    answer, restored = replicas.ask(1, prompt)
+    assert (answer, 0) == wanted
+    assert [restored] == served.restored(2)[1:]
+    replicas.cache.wait_stored(held + 2)
