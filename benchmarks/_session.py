@@ -22,14 +22,14 @@ from benchmarks._stock import load_ops
 from lmcache.lmcache_native import EngineKVFormat, TransferDirection
 from lmcache.v1.platform import resolve_device_ops
 from lmcache.v1.platform.base.device_ops import DeviceOps
-from lmcache.v1.platform.devices.rbln import kv_formats
+from lmcache.v1.platform.devices.rbln import lmcache_release
 from lmcache.v1.platform.ops_types import PageBufferShapeDesc
 
 DEVICE = "rbln:0"
 _DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 _Arguments = tuple[tuple[Any, ...], tuple[Any, ...]]
 _FORMATS = {
-    BLOCKS_FIRST: kv_formats.BLOCKS_FIRST,
+    BLOCKS_FIRST: lmcache_release.BLOCKS_FIRST,
     KV_FIRST: EngineKVFormat.NL_X_TWO_NB_NH_ONE_BS_HS,
     MLA: EngineKVFormat.NL_X_NB_BS_HS,
 }

@@ -14,6 +14,7 @@ from benchmarks._copies import DESCRIPTOR_US, DEVICE_GBPS, REGISTERED_GBPS
 
 STAGING_MIB = 64.0
 STORE_MS = 1.0
+RESTORE_MS = 0.3
 _LARGE_BYTES = 8_000_000
 #: Host descriptors per block and layer.
 _DESCRIPTORS = {BLOCKS_FIRST: 1, KV_FIRST: 2, MLA: 1}
@@ -165,13 +166,21 @@ def check_staging(staging: Mapping[str, float]) -> list[Check]:
     ]
 
 
-def check_store(store_ms: Mapping[str, float]) -> list[Check]:
-    """Check the time that a store takes on the engine's thread.
+def check_engine_time(
+    store_ms: Mapping[str, float], restore_ms: Mapping[str, float]
+) -> list[Check]:
+    """Check the times that a store and a restore take on the engine's thread.
 
     Args:
         store_ms: Median time in ms by what was stored.
+        restore_ms: The same of what was restored.
     """
+    unit = "ms on the engine's thread"
     return [
-        _at_most("asynchronous store", what, ms, STORE_MS, "ms on the engine's thread")
-        for what, ms in store_ms.items()
+        _at_most(f"asynchronous {target}", what, ms, limit, unit)
+        for target, times, limit in (
+            ("store", store_ms, STORE_MS),
+            ("restore", restore_ms, RESTORE_MS),
+        )
+        for what, ms in times.items()
     ]

@@ -108,8 +108,7 @@ def measure(rounds: int, count: int) -> dict[str, object]:
     from lmcache.v1.config import LMCacheEngineConfig
     from lmcache.v1.memory_management import MemoryObj
     from lmcache.v1.metadata import LMCacheMetadata
-    from lmcache_rbln.paged_kv import ChunkBlocks, PagedKV
-    from lmcache_rbln.paged_kv_device import DeviceBlockTransfer
+    from lmcache_rbln.paged_kv import RBLNPagedKVConnector
     from lmcache_rbln.storage_plugin.rds_backend import RDSBackend
     from rebel import rds
 
@@ -120,8 +119,6 @@ def measure(rounds: int, count: int) -> dict[str, object]:
         torch.rbln.bind_device_memory(layer)  # type: ignore[attr-defined]
         layer.copy_(torch.randn(shape[1:], dtype=torch.bfloat16).expand(shape))
         layers.append(layer)
-    kv = PagedKV.of(layers)
-    gather = DeviceBlockTransfer().gather
     metadata = LMCacheMetadata(
         model_name="Qwen3-1.7B",
         world_size=1,
@@ -133,6 +130,8 @@ def measure(rounds: int, count: int) -> dict[str, object]:
         role="worker",
         chunk_size=TOKENS,
     )
+    connector = RBLNPagedKVConnector(metadata)
+    first_slots = torch.arange(TOKENS)
     config = LMCacheEngineConfig.from_defaults(
         chunk_size=TOKENS,
         local_cpu=False,
@@ -163,7 +162,8 @@ def measure(rounds: int, count: int) -> dict[str, object]:
             start = time.perf_counter()
             obj = backend.allocate(metadata.get_shapes(), metadata.get_dtypes(), None)
             assert obj is not None
-            gather(kv, [ChunkBlocks(obj, TOKENS, [block], 0)])
+            slots = first_slots + block * TOKENS
+            connector.from_gpu(obj, 0, TOKENS, kvcaches=layers, slot_mapping=slots)
             gathering.append(time.perf_counter() - start)
             objs.append(obj)
         torch.rbln.synchronize()  # type: ignore[attr-defined]

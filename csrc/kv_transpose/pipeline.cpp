@@ -347,17 +347,11 @@ class Pipeline {
     const std::vector<at::Tensor> across = {part.memory.narrow(0, 0, used)};
     const std::vector<at::Tensor> collected = {staged.narrow(0, 0, used)};
     if (!to_host()) copy_all(across, collected, part.copied);
-    // One by one: as a batch some devices make them a synchronous copy.
-    for (size_t index = 0; index < regions.size(); ++index) {
-      auto& target = to_host() ? windows[index] : regions[index];
-      target.copy_(to_host() ? regions[index] : windows[index],
-                   part.copied.has_value());
-      if (part.copied) part.copied->add();
-    }
+    copy_all(windows, regions, part.copied);
     if (to_host()) copy_all(across, collected, part.copied);
   }
 
-  /// Issues copies between host windows and device regions.
+  /// Issues copies between windows, on the host or the device, and device regions.
   void copy_all(const std::vector<at::Tensor>& host,
                 const std::vector<at::Tensor>& device, std::optional<Marks>& copied) {
     const auto& targets = to_host() ? host : device;
@@ -368,7 +362,12 @@ class Pipeline {
     }
     constexpr bool kNonBlocking = true;
     for (size_t index = 0; index < targets.size(); ++index) {
-      at::_foreach_copy_({&targets[index], 1}, {&sources[index], 1}, kNonBlocking);
+      if (targets[index].device() == sources[index].device()) {
+        // What is for batches some devices make a synchronous copy here.
+        targets[index].copy_(sources[index], kNonBlocking);
+      } else {
+        at::_foreach_copy_({&targets[index], 1}, {&sources[index], 1}, kNonBlocking);
+      }
       copied->add();
     }
   }

@@ -50,11 +50,14 @@ int64_t byte_stride(const at::Tensor& tensor, int64_t axis) {
   return tensor.size(axis) == 1 ? 0 : tensor.stride(axis) * tensor.element_size();
 }
 
-/// A chunk [planes, layers, tokens, heads * head size], or one without planes.
-kv::Chunk as_chunk(const at::Tensor& chunk, size_t index, const at::Tensor& first) {
-  require(chunk.device().is_cpu() && (chunk.dim() == 3 || chunk.dim() == 4),
+/// A chunk [planes, layers, tokens, heads * head size], or one without planes, in host
+/// memory; copied to and from in place it may be on a device too.
+kv::Chunk as_chunk(const at::Tensor& chunk, size_t index, const at::Tensor& first,
+                   at::Device in_place_on) {
+  require((chunk.device().is_cpu() || chunk.device() == in_place_on) &&
+              (chunk.dim() == 3 || chunk.dim() == 4),
           "chunks [planes, layers, tokens, heads * head size], or without planes, in "
-          "host memory");
+          "host memory or, copied to in place, on the layers' device");
   require(chunk.dim() == first.dim() && chunk.size(-1) == first.size(-1) &&
               chunk.scalar_type() == first.scalar_type(),
           "chunks of the same axes and heads, and of the layers' element type");
@@ -144,6 +147,7 @@ void transfer(bool to_host, Tensors layers, const std::array<int64_t, 4>& stride
   require(heads >= 1 && row % heads == 0, "chunks with whole heads");
   // Layers may have been allocated in inference mode, and may be written only in it.
   const c10::InferenceMode inference;
+  const at::Device chunk_device = in_place ? layers.front().device() : at::kCPU;
   kv::Transfer job;
   job.direction = to_host ? kv::Direction::kGather : kv::Direction::kScatter;
   job.in_place = in_place;
@@ -153,7 +157,7 @@ void transfer(bool to_host, Tensors layers, const std::array<int64_t, 4>& stride
   if (collector) job.collector = *collector;
   job.batch_bytes = batch_bytes;
   for (size_t index = 0; index < chunks.size(); ++index) {
-    job.windows.push_back(as_chunk(chunks[index], index, chunks.front()));
+    job.windows.push_back(as_chunk(chunks[index], index, chunks.front(), chunk_device));
   }
   job.chunks = std::move(chunks);
   job.heads = heads;
@@ -215,7 +219,7 @@ Args:
     probe: With a stream: pinned and device memory of a few bytes, alike. After a
         failure one is copied to the other until that succeeds.
     in_place: Whether the device copies to and from the chunks by itself. They have one
-        head and one plane then, and staging is not used.
+        head and one plane then and may be on the device, and staging is not used.
     threads: Threads that transpose, the caller included; 1 to MAX_THREADS.
 
 Raises:

@@ -2,9 +2,10 @@
 """HTTP to both servers: streamed completions, counters and status."""
 
 # Standard
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 import http.client
 import json
@@ -30,12 +31,14 @@ class Completion:
         ttft_s: Seconds from sending the request to the first generated token.
         total_s: Seconds to the end of the answer.
         cached_tokens: Prompt tokens that vLLM did not compute.
+        times_s: Seconds from sending the request, for each token.
     """
 
     token_ids: tuple[int, ...]
     ttft_s: float
     total_s: float
     cached_tokens: int
+    times_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -83,10 +86,17 @@ def get_json(url: str, timeout_s: float = 60.0) -> Any:
         return json.load(response)
 
 
-def post_json(url: str, body: Any, timeout_s: float = 60.0) -> Any:
+def post_json(
+    url: str,
+    body: Any,
+    timeout_s: float = 60.0,
+    headers: Mapping[str, str] = MappingProxyType({}),
+) -> Any:
     """POST ``body`` as JSON to ``url`` and parse the JSON that it returns."""
     request = urllib.request.Request(
-        url, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        url,
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json", **headers},
     )
     with urllib.request.urlopen(request, timeout=timeout_s) as response:
         return json.load(response)
@@ -163,7 +173,7 @@ def complete(
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_s)
     tokens: list[int] = []
     usage: dict[str, Any] = {}
-    ttft_s = 0.0
+    times: list[float] = []
     start = time.perf_counter()
     try:
         connection.request(
@@ -185,9 +195,8 @@ def complete(
             usage = event.get("usage") or usage
             for choice in event.get("choices", []):
                 new = choice.get("token_ids") or []
-                if new and not tokens:
-                    ttft_s = time.perf_counter() - start
                 tokens.extend(new)
+                times += [time.perf_counter() - start] * len(new)
     except (OSError, http.client.HTTPException) as error:
         raise RequestFailedError(f"connection to vLLM lost: {error!r}") from error
     finally:
@@ -197,9 +206,10 @@ def complete(
     details = usage.get("prompt_tokens_details") or {}
     return Completion(
         token_ids=tuple(tokens),
-        ttft_s=ttft_s,
+        ttft_s=times[0] if times else 0.0,
         total_s=time.perf_counter() - start,
         cached_tokens=int(details.get("cached_tokens") or 0),
+        times_s=tuple(times),
     )
 
 

@@ -114,6 +114,7 @@ def test_staging_is_judged_for_ours() -> None:
     assert held == [True, False]
 
 
-def test_store_on_the_engines_thread() -> None:
-    held = [c.held for c in _targets.check_store({"shm": 1.0, "pickle": 1.01})]
-    assert held == [True, False]
+def test_stores_and_restores_on_the_engines_thread() -> None:
+    stores, restores = {"shm": 1.0, "pickle": 1.01}, {"shm": 0.3, "pickle": 0.31}
+    held = [c.held for c in _targets.check_engine_time(stores, restores)]
+    assert held == [True, False] * 2

@@ -2,7 +2,8 @@
 """An LMCache server and a vLLM engine on an NPU, as the end-to-end tests use them."""
 
 # Standard
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 import json
@@ -56,6 +57,7 @@ class StackConfig:
         prefix_caching: As of ``EngineConfig``; ``None`` is how users start it.
         max_batched_tokens: Prompt tokens computed in one step. Less than a block makes
             vLLM-RBLN find parts of a block on the NPU too.
+        load_failure_policy: As of ``EngineConfig``.
     """
 
     name: str
@@ -70,6 +72,7 @@ class StackConfig:
     num_blocks: int = 14
     prefix_caching: bool | None = None
     max_batched_tokens: int = BLOCK_SIZE
+    load_failure_policy: str | None = "recompute"
 
     @property
     def chunk_size(self) -> int:
@@ -126,7 +129,7 @@ class Stack:
                 connector_module="probe_connector",
                 connector_config={"lmcache.mp.heartbeat_interval": 2.0},
                 prefix_caching=config.prefix_caching,
-                load_failure_policy="recompute",
+                load_failure_policy=config.load_failure_policy,
                 extra_args=config.engine_args,
             ),
             self.cache.port,
@@ -269,6 +272,21 @@ class Stack:
     def fail_next_load(self) -> None:
         """Let the engine's next load fail when the KV is copied to the NPU."""
         (self.probe_folder / "fail-next-load").touch()
+
+    @contextmanager
+    def hold_next_load(self) -> Iterator[None]:
+        """Hold the engine's next load, right before it writes, until the end."""
+        order = self.probe_folder / "hold-next-load"
+        order.touch()
+        try:
+            yield
+        finally:
+            order.unlink(missing_ok=True)
+            (self.probe_folder / "load-held").unlink(missing_ok=True)
+
+    def wait_held(self) -> None:
+        """Wait until a load is held."""
+        wait_until((self.probe_folder / "load-held").exists, "a load is held")
 
     def transfers(self) -> list[Transfer]:
         """Everything that the engine stored and restored so far."""

@@ -28,8 +28,11 @@ STACKS = {
         engine_args=("--distributed-executor-backend", "mp"),
         max_batched_tokens=64,
     ),
-    # Without the NPU's own cache, as the demo starts it.
-    "mla": StackConfig("mla", model="mla", prefix_caching=False),
+    # Without the NPU's own cache, as the demo starts it; a load that fails fails its
+    # request, as vLLM does by default.
+    "mla": StackConfig(
+        "mla", model="mla", prefix_caching=False, load_failure_policy=None
+    ),
 }
 
 

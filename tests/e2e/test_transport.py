@@ -30,8 +30,8 @@ def test_shared_memory_is_used(stack: Stack) -> None:
 def test_transfer_is_engine_driven(stack: Stack) -> None:
     engine = stack.engine.process.log()
     assert "Creating transfer context (device_type=rbln, mode=engine_driven)" in engine
-    # torch-rbln has streams and events, so stores run beside the next forward.
-    assert "Using AsyncEngineDrivenTransferContext for store path" in engine
+    # torch-rbln has streams and events, so transfers run beside the next forward.
+    assert "Using RblnTransferContext for store path" in engine
     assert (
         f"Supported transfer mode: {stack.config.transfer_mode}"
         in stack.cache.process.log()

@@ -18,7 +18,7 @@ import torch
 # First Party
 from lmcache.lmcache_native import EngineKVFormat, TransferDirection
 from lmcache.v1.platform.devices.rbln.device_ops import RblnDeviceOps
-from lmcache.v1.platform.devices.rbln.kv_formats import BLOCKS_FIRST
+from lmcache.v1.platform.devices.rbln.lmcache_release import BLOCKS_FIRST
 from lmcache.v1.platform.ops_types import PageBufferShapeDesc
 
 Layout = Literal["blocks_first", "kv_first", "mla"]

@@ -96,6 +96,8 @@ class Worker:
         """Restore the prompt into other blocks; returns what vLLM is told."""
         event = self.adapter.create_recorded_event()
         self.adapter.submit_retrieve_request(name, self._op(TO), event, salt)
+        future, _ = self.adapter.retrieve_futures[name]
+        future.wait(TIMEOUT_S)
         _, finished = self.adapter.get_finished(set())
         return {
             "finished": sorted(finished or ()),

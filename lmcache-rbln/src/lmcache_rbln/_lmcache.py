@@ -32,6 +32,10 @@ if TYPE_CHECKING:
         GPUConnectorInterface as GPUConnectorInterface,
     )
     from lmcache.v1.pin_monitor import PinMonitor as PinMonitor
+    from lmcache.v1.rpc_utils import ServiceKind as ServiceKind
+    from lmcache.v1.rpc_utils import (
+        get_zmq_rpc_path_lmcache as get_zmq_rpc_path_lmcache,
+    )
 
 _PACKAGE = "lmcache.inprocess" if find_spec("lmcache.inprocess") else "lmcache"
 _MODULES = {
@@ -42,7 +46,9 @@ _MODULES = {
     "LMCacheEngineBuilder": "v1.cache_engine",
     "PinMonitor": "v1.pin_monitor",
     "ReqMeta": "integration.vllm.vllm_v1_adapter",
+    "ServiceKind": "v1.rpc_utils",
     "VllmServiceFactory": "integration.vllm.vllm_service_factory",
+    "get_zmq_rpc_path_lmcache": "v1.rpc_utils",
 }
 
 

@@ -87,7 +87,7 @@ def test_failures_reach_vllm_and_leave_nothing_behind(
 ) -> None:
     server.clear()
     steps: list[tuple[list[str], Any]] = [
-        (["context"], f"{'' if sync else 'Async'}EngineDrivenTransferContext"),
+        (["context"], f"{'EngineDriven' if sync else 'Rbln'}TransferContext"),
         (["store", "a"], False),
         (["found", "b"], 0),
         # Its slots are free again.

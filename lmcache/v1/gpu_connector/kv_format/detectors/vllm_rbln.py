@@ -27,7 +27,10 @@ from lmcache.utils import EngineType
 from lmcache.v1.gpu_connector.kv_format.detectors import vllm
 from lmcache.v1.gpu_connector.kv_format.types import DiscoverableKVCache, LayoutHints
 from lmcache.v1.platform.devices.rbln import settings
-from lmcache.v1.platform.devices.rbln.kv_formats import BLOCKS_FIRST, HAS_BLOCKS_FIRST
+from lmcache.v1.platform.devices.rbln.lmcache_release import (
+    BLOCKS_FIRST,
+    HAS_BLOCKS_FIRST,
+)
 
 #: Says which layout a cache of two blocks has, where vLLM-RBLN can't be asked.
 LAYOUT_ENV_VAR = "LMCACHE_RBLN_KV_LAYOUT"

@@ -127,6 +127,74 @@ class RblnDeviceOps(DeviceOps):
         )
         kv_transfer.transfer(geometry, layers, chunks, pieces, to_host=gathers)
 
+    def copy_blocks_on_device(
+        self,
+        layers: Sequence[torch.Tensor],
+        chunks: Sequence[torch.Tensor],
+        block_ids: Sequence[Sequence[int]],
+        direction: TransferDirection,
+        engine_kv_format: EngineKVFormat,
+        skip_blocks: Sequence[int],
+    ) -> None:
+        """Copy whole blocks between the KV cache and chunks on the same device.
+
+        Copies are issued behind what the calling thread's current stream has to do, and
+        are complete when the call returns.
+
+        Args:
+            layers: The KV cache, as :meth:`multi_layer_block_kv_transfer` takes it.
+            chunks: Device memory of the KV cache's dtype, with one dense axis. A chunk
+                of ``n`` blocks has them as they lie in the KV cache, layer by layer:
+                ``[L, n, 2, NH, BS, HS]``, ``[L, 2, n, NH, BS, HS]`` or
+                ``[L, n, BS, HS]``.
+            block_ids: Block ids of each chunk, in its order.
+            direction: ``D2H`` into chunks, or ``H2D`` into blocks.
+            engine_kv_format: Layout of the layers.
+            skip_blocks: For each chunk how many leading blocks are left alone.
+
+        Raises:
+            ValueError: If any argument is not as above, or H2D names a block twice.
+                No byte has moved then.
+            StillInFlightError: The device can't be waited for after a failure.
+            RuntimeError: If the device fails during the transfer.
+        """
+        geometry = resolve_geometry(layers, engine_kv_format)
+        parts = list(layers)
+        if engine_kv_format == EngineKVFormat.NL_X_TWO_NB_NH_ONE_BS_HS:
+            parts = [plane for layer in parts for plane in layer]
+        # Without heads and planes, so that whole blocks are contiguous.
+        shape = (geometry.num_blocks, geometry.block_size, -1)
+        parts = [part.view(shape) for part in parts]
+        flat = resolve_geometry(parts, EngineKVFormat.NL_X_NB_BS_HS)
+        windows, pieces = [], []
+        for index, (chunk, blocks) in enumerate(zip(chunks, block_ids, strict=True)):
+            tokens = len(blocks) * flat.block_size
+            ids = [_whole_number(block, "a block id") for block in blocks]
+            for block in ids:
+                if not 0 <= block < flat.num_blocks:
+                    raise ValueError(
+                        f"block id {block} is outside of the KV cache, which has "
+                        f"blocks 0 to {flat.num_blocks - 1}"
+                    )
+            wanted = len(parts) * tokens * flat.head_size
+            if chunk.device != flat.device or chunk.numel() != wanted:
+                raise ValueError(
+                    f"chunk {index} has {chunk.numel()} elements on {chunk.device}, "
+                    f"wanted {wanted} on {flat.device}"
+                )
+            windows.append(chunk.view(len(parts), tokens, flat.head_size))
+            most = kv_transfer.max_piece_elements(flat)
+            skip = skip_blocks[index]
+            for piece in plan_pieces(flat, [tokens], [ids], skip, most):
+                pieces.append(piece._replace(chunk=index))
+        gathers = direction == TransferDirection.D2H
+        if not gathers:
+            written = [
+                b for c, n in zip(block_ids, skip_blocks, strict=True) for b in c[n:]
+            ]
+            _require_distinct([written], 0)
+        kv_transfer.transfer(flat, parts, windows, pieces, to_host=gathers)
+
 
 def _tokens(chunk: torch.Tensor) -> int:
     """Return how many tokens a chunk holds (its axis but one)."""

@@ -31,7 +31,7 @@ import torch
 
 # First Party
 from lmcache.lmcache_native import EngineKVFormat
-from lmcache.v1.platform.devices.rbln.kv_formats import BLOCKS_FIRST
+from lmcache.v1.platform.devices.rbln.lmcache_release import BLOCKS_FIRST
 from lmcache.v1.platform.devices.rbln.native import kv_transpose
 
 #: The three formats the backend moves, each with the layouts it stands for.

@@ -22,6 +22,7 @@ import torch
 # First Party
 from lmcache.logging import init_logger
 from lmcache.v1.platform.devices.rbln import copy_costs, settings, staging
+from lmcache.v1.platform.devices.rbln.block_transfer import StillInFlightError
 from lmcache.v1.platform.devices.rbln.copy_costs import HARDWARE_COSTS, CopyCosts
 from lmcache.v1.platform.devices.rbln.kv_layout import KVGeometry
 from lmcache.v1.platform.devices.rbln.kv_plan import Piece
@@ -91,7 +92,8 @@ def transfer(
     Args:
         geometry: Geometry of the KV cache.
         layers: The layers that ``geometry`` describes.
-        chunks: Host memory, ``[2, L, T, NH*HS]`` each, or ``[L, T, HS]`` for MLA.
+        chunks: Host memory, ``[2, L, T, NH*HS]`` each, or ``[L, T, HS]`` for MLA;
+            that one may also be on the layers' device.
         pieces: What to copy in every layer, ordered by chunk; each element at most
             once.
         to_host: Whether to gather.
@@ -101,8 +103,8 @@ def transfer(
             was copied.
         RuntimeError: If a device copy fails, or what the caller's stream had to do
             before. The contents of the chunks, or of the blocks named by ``pieces`` if
-            those were written, are undefined. No copy is in flight then, unless the
-            message says so because the device can't be waited for any more.
+            those were written, are undefined. No copy is in flight then.
+        StillInFlightError: The same, but the device can't be waited for any more.
     """
     if not pieces:
         return
@@ -121,7 +123,10 @@ def transfer(
         _move_on_host(move, sizes)
         return
     known = copy_costs.known_costs(geometry.device)
-    may_collect = sizes.may_collect(known) and staging.supports_async_copies()
+    on_device = chunks[0].device == geometry.device
+    may_collect = (
+        not on_device and sizes.may_collect(known) and staging.supports_async_copies()
+    )
     in_place = not may_collect and _can_copy_in_place(geometry, chunks)
     portions = sizes.direct()
     # One buffer has parts enough, or a second one does instead.
@@ -220,7 +225,9 @@ def _run(
         lease.busy = not drained
 
 
-def _still_in_flight(accesses: str, memory: str, failure: Exception) -> RuntimeError:
+def _still_in_flight(
+    accesses: str, memory: str, failure: Exception
+) -> StillInFlightError:
     """Return, and log, what a transfer fails with that could not be drained.
 
     Args:
@@ -228,7 +235,7 @@ def _still_in_flight(accesses: str, memory: str, failure: Exception) -> RuntimeE
         memory: The memory that they do it to; its staging apart.
         failure: Why it failed.
     """
-    error = RuntimeError(
+    error = StillInFlightError(
         "RBLN copies of a failed transfer may still be in flight: the device does not "
         f"answer any more and may still {accesses} {memory}. Do not reuse that memory; "
         "staging is used again when the device is known to be idle. If it never is, "
@@ -252,13 +259,14 @@ def _can_copy_in_place(geometry: KVGeometry, chunks: Sequence[torch.Tensor]) -> 
     """Return whether the device can copy to and from chunks by itself.
 
     It can where a piece is contiguous in its chunk too, as MLA's are, and the chunk is
-    pinned. Through pageable memory the link is slower than by way of staging.
+    pinned or the device's own. Through pageable memory the link is slower than by way
+    of staging.
     """
     if geometry.num_planes * geometry.num_heads > 1:
         return False
     return staging.supports_async_copies() and all(
         (chunk.stride(-2) == geometry.head_size or chunk.shape[-2] == 1)
-        and chunk.is_pinned()
+        and (chunk.device == geometry.device or chunk.is_pinned())
         for chunk in chunks
     )
 

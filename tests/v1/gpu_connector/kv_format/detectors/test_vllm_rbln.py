@@ -29,7 +29,10 @@ from lmcache.v1.gpu_connector.utils import (
     get_num_blocks,
     get_num_heads,
 )
-from lmcache.v1.platform.devices.rbln.kv_formats import BLOCKS_FIRST, HAS_BLOCKS_FIRST
+from lmcache.v1.platform.devices.rbln.lmcache_release import (
+    BLOCKS_FIRST,
+    HAS_BLOCKS_FIRST,
+)
 from lmcache.v1.platform.devices.rbln.settings import (
     STAGING_ENV_VAR,
     THREADS_ENV_VAR,
