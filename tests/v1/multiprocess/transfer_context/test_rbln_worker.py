@@ -110,6 +110,18 @@ def test_failures_reach_vllm_and_leave_nothing_behind(
     server.wait_stored(2)
 
 
+def test_loads_of_one_prompt_leave_nothing_locked(
+    server: CacheServer, tmp_path: Path
+) -> None:
+    server.clear()
+    steps = [["store", "a"], ["found", "b"], ["found", "c"]]
+    steps += [["retrieve_together", "b", "c"], ["is_exact"]]
+    done = work(server, tmp_path, *steps)
+    both = {"finished": ["b", "c"], "failed": []}
+    assert results(done) == [True, 2, 2, both, True], done.stderr
+    server.wait_stored(2)
+
+
 def test_tenants_stay_apart_and_find_their_own_after_a_restart(
     server: CacheServer, tmp_path: Path
 ) -> None:
