@@ -212,10 +212,10 @@ def engine_kinds(
         connector = {"none": None, "mp": MP_CONNECTOR}.get(bare, CONNECTOR)
         ranks = 2 if two else 1
         for number in (signal.SIGINT, signal.SIGTERM):
-            for drains in (False, True):
+            for drains in (0, 30):
                 for busy in (False, True):
                     words = ["serve", tier, number.name]
-                    words += ["drain"] * drains + ["busy"] * busy
+                    words += ["drain"] * bool(drains) + ["busy"] * busy
                     env = TIERS.get(bare, {})
                     stop = Stop("-".join(words), env, number, drains, busy)
                     stop.connector, stop.ranks = connector, ranks
