@@ -8,6 +8,7 @@ starts can be found again, whatever their parents became.
 # Standard
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 import os
 import re
 import signal
@@ -47,6 +48,51 @@ class ServerFailedError(RuntimeError):
     """A server died, did not become ready in time, or left something behind."""
 
 
+class Program(Protocol):
+    """A running program, the leader of its session; ``subprocess.Popen`` is one."""
+
+    pid: int
+    returncode: int | None
+
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def send_signal(self, number: int) -> None: ...
+    def terminate(self) -> None: ...
+
+
+def start_program(
+    command: list[str], env: Mapping[str, str], cwd: Path, log: Path
+) -> Program:
+    """Start a program as the leader of a new session.
+
+    Args:
+        command: Program and arguments.
+        env: Its whole environment.
+        cwd: Its working directory.
+        log: File for its stdout and stderr; overwritten.
+
+    Returns:
+        The running program.
+
+    Raises:
+        OSError: If it cannot be started.
+    """
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=dict(env),
+            cwd=cwd,
+            start_new_session=True,
+        )
+
+
+#: How servers are started; tests have a faster way.
+launch: Callable[[list[str], Mapping[str, str], Path, Path], Program] = start_program
+
+
 class ServerProcess:
     """One server process with everything that it starts.
 
@@ -73,7 +119,7 @@ class ServerProcess:
         self._cwd = cwd
         # Shared memory that the server left behind and that was removed for it.
         self.leftovers: set[Path] = set()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Program | None = None
 
     @property
     def pid(self) -> int:
@@ -92,21 +138,12 @@ class ServerProcess:
         """
         self._cwd.mkdir(parents=True, exist_ok=True)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        with self.log_path.open("wb") as log:
-            try:
-                self._process = subprocess.Popen(
-                    self.command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env=self._env,
-                    cwd=self._cwd,
-                    start_new_session=True,
-                )
-            except OSError as error:
-                raise ServerFailedError(
-                    f"{self.name} could not be started: {error}"
-                ) from error
+        try:
+            self._process = launch(self.command, self._env, self._cwd, self.log_path)
+        except OSError as error:
+            raise ServerFailedError(
+                f"{self.name} could not be started: {error}"
+            ) from error
 
     def is_running(self) -> bool:
         """Whether the leader runs."""
@@ -258,7 +295,7 @@ class ServerProcess:
             f"log: {self.log_path}\n{tail}"
         )
 
-    def _started(self) -> subprocess.Popen[bytes]:
+    def _started(self) -> Program:
         if self._process is None:
             raise ServerFailedError(f"{self.name} was not started")
         return self._process
