@@ -7,7 +7,7 @@ import sys
 import tempfile
 
 # First Party
-from examples.rbln_demo.runtime import Runtime, find_runtime
+from tests.support.serving.runtime import Runtime, find_runtime
 
 #: Folders that live as long as the process.
 _kept: list["tempfile.TemporaryDirectory[str]"] = []

@@ -21,7 +21,7 @@ import time
 # First Party
 from benchmarks import _counting, _report, _runtime, _targets
 from benchmarks._cases import Row, matrix, selection
-from examples.rbln_demo.runtime import WANTED
+from tests.support.serving.runtime import WANTED
 
 ROOT = Path(__file__).resolve().parents[1]
 

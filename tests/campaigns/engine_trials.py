@@ -14,13 +14,13 @@ import threading
 import time
 
 # First Party
-from examples.rbln_demo import client, tiny_models
-from examples.rbln_demo.processes import ServerFailedError, ServerProcess
-from examples.rbln_demo.procfs import mapped_segments, session_members
-from examples.rbln_demo.runtime import Runtime, own_machine
-from examples.rbln_demo.servers import HOST, Engine, EngineConfig
 from tests.campaigns.connector_trials import Result, sockets_in
 from tests.e2e.serving import serving_environment
+from tests.support.serving import client, tiny_models
+from tests.support.serving.processes import ServerFailedError, ServerProcess
+from tests.support.serving.procfs import mapped_segments, session_members
+from tests.support.serving.runtime import Runtime, own_machine
+from tests.support.serving.servers import HOST, Engine, EngineConfig
 
 CONNECTOR = "RBLNLMCacheConnectorV1"
 CHUNK = 256

@@ -21,12 +21,12 @@ import sys
 import tempfile
 
 # First Party
-from examples.rbln_demo import tiny_models
-from examples.rbln_demo.runtime import Runtime, find_runtime, own_machine
 from tests.campaigns import connector_trials, engine_trials
 from tests.campaigns.connector_trials import ENDS, TIERS, Result, Trial, problems, rds
 from tests.campaigns.engine_trials import Stop
 from tests.e2e.serving import serving_environment
+from tests.support.serving import tiny_models
+from tests.support.serving.runtime import Runtime, find_runtime, own_machine
 
 WITHIN_S = 10.0
 

@@ -12,7 +12,7 @@ import shutil
 import tempfile
 
 # First Party
-from examples.rbln_demo import runtime as demo
+from tests.support.serving import runtime as demo
 
 
 def serving_environment(

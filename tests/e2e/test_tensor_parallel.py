@@ -15,19 +15,19 @@ import pytest
 import torch
 
 # First Party
-from examples.rbln_demo import tiny_models
-from examples.rbln_demo.processes import ServerProcess
-from examples.rbln_demo.runtime import Runtime, own_machine
-from examples.rbln_demo.servers import (
+from tests.e2e.clear_prompts import clear_prompts
+from tests.e2e.kv_blocks import assert_same_blocks, blocks_of, read_transfers
+from tests.e2e.serving import serving_environment
+from tests.e2e.stack import BLOCK_SIZE, ENGINE_SIDE, MAX_MODEL_LEN
+from tests.support.serving import tiny_models
+from tests.support.serving.processes import ServerProcess
+from tests.support.serving.runtime import Runtime, own_machine
+from tests.support.serving.servers import (
     CONNECTOR,
     HOST,
     CacheServer,
     CacheServerConfig,
 )
-from tests.e2e.clear_prompts import clear_prompts
-from tests.e2e.kv_blocks import assert_same_blocks, blocks_of, read_transfers
-from tests.e2e.serving import serving_environment
-from tests.e2e.stack import BLOCK_SIZE, ENGINE_SIDE, MAX_MODEL_LEN
 
 pytestmark = pytest.mark.sim
 

@@ -19,7 +19,6 @@ import sys
 import pytest
 
 # First Party
-from examples.rbln_demo.servers import HOST, CacheServer, CacheServerConfig
 from lmcache.v1.multiprocess.custom_types import RegisterEngineDrivenContextPayload
 from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
 from lmcache_rbln.diagnose.npu import check_npu, read_monitor
@@ -27,6 +26,7 @@ from lmcache_rbln.diagnose.probe import run_probe
 from lmcache_rbln.diagnose.result import Status
 from lmcache_rbln.diagnose.server import ask_http
 from rbln_sim.pytest_plugin import machine_environment, read_opens
+from tests.support.serving.servers import HOST, CacheServer, CacheServerConfig
 
 pytestmark = pytest.mark.sim
 HOLD = """

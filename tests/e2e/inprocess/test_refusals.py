@@ -10,10 +10,10 @@ import json
 import pytest
 
 # First Party
-from examples.rbln_demo.processes import ServerFailedError
-from examples.rbln_demo.runtime import Runtime
 from tests.e2e.inprocess.engines import CONFIGS, EnginePool, InProcessEngine
 from tests.e2e.messages import assert_logged
+from tests.support.serving.processes import ServerFailedError
+from tests.support.serving.runtime import Runtime
 
 BROKEN_PLUGIN = {
     "LMCACHE_STORAGE_PLUGINS": "Broken",

@@ -14,9 +14,9 @@ import pytest
 
 # First Party
 from examples.rbln_demo import __main__ as demo
-from examples.rbln_demo.client import RequestFailedError
-from examples.rbln_demo.processes import ServerFailedError
 from tests.examples.rbln_demo.test_report import GOOD
+from tests.support.serving.client import RequestFailedError
+from tests.support.serving.processes import ServerFailedError
 
 ROOT = Path(demo.__file__).resolve().parents[2]
 

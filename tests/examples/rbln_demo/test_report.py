@@ -9,13 +9,13 @@ import re
 import pytest
 
 # First Party
-from examples.rbln_demo.client import Completion
 from examples.rbln_demo.report import (
     Measurement,
     find_problems,
     format_table,
     whole_chunks,
 )
+from tests.support.serving.client import Completion
 
 
 def completion(*tokens: int, ttft_s: float, cached: int = 0) -> Completion:

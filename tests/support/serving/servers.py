@@ -14,8 +14,8 @@ import sys
 import time
 
 # First Party
-from examples.rbln_demo import client
-from examples.rbln_demo.processes import ServerFailedError, ServerProcess
+from tests.support.serving import client
+from tests.support.serving.processes import ServerFailedError, ServerProcess
 
 HOST = "127.0.0.1"
 CONNECTOR = "LMCacheMPConnector"

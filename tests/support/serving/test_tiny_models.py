@@ -13,7 +13,7 @@ import pytest
 import torch
 
 # First Party
-from examples.rbln_demo import tiny_models
+from tests.support.serving import tiny_models
 
 REPO = Path(__file__).resolve().parents[3]
 
@@ -81,7 +81,7 @@ def test_the_same_arguments_give_the_same_bytes(tmp_path: Path) -> None:
 
 
 def test_the_command_line(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "examples.rbln_demo.tiny_models"]
+    command = [sys.executable, "-m", "tests.support.serving.tiny_models"]
     options = ["--layers", "3", "--dtype", "bfloat16", "--max-positions", "8192"]
     result = subprocess.run(
         [*command, "llama", str(tmp_path), *options],

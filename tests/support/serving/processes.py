@@ -16,7 +16,7 @@ import subprocess
 import time
 
 # First Party
-from examples.rbln_demo.procfs import (
+from tests.support.serving.procfs import (
     mapped_segments,
     process_ids,
     session_members,

@@ -13,13 +13,13 @@ import sys
 import pytest
 
 # First Party
-from examples.rbln_demo import processes
-from examples.rbln_demo.processes import (
+from tests.support.serving import processes
+from tests.support.serving.processes import (
     ServerFailedError,
     ServerProcess,
     likely_reason,
 )
-from examples.rbln_demo.procfs import mapped_segments, session_members
+from tests.support.serving.procfs import mapped_segments, session_members
 
 SERVE = "import time; print('ready', flush=True); time.sleep(600)"
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + SERVE

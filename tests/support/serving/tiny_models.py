@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny random-weight models in Hugging Face's format, made on the spot.
 
-``python -m examples.rbln_demo.tiny_models KIND FOLDER`` writes a model that vLLM and
+``python -m tests.support.serving.tiny_models KIND FOLDER`` writes a model that vLLM and
 transformers load: nothing is downloaded, neither torch nor transformers is imported,
 and the same arguments give the same bytes. Text is made of the words ``w0 w1 ...``,
 one token each.

@@ -12,7 +12,7 @@ import json
 import pytest
 
 # First Party
-from examples.rbln_demo.client import (
+from tests.support.serving.client import (
     RequestFailedError,
     answers,
     complete,

@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 # First Party
-from examples.rbln_demo.procfs import mapped_segments, process_ids, session_members
+from tests.support.serving.procfs import mapped_segments, process_ids, session_members
 
 NO_PROCESS = 2**22 + 1  # above the highest process id of Linux
 

@@ -13,9 +13,9 @@ import sys
 import pytest
 
 # First Party
-from examples.rbln_demo import servers
-from examples.rbln_demo.processes import ServerFailedError, ServerProcess
-from examples.rbln_demo.servers import (
+from tests.support.serving import servers
+from tests.support.serving.processes import ServerFailedError, ServerProcess
+from tests.support.serving.servers import (
     CacheServer,
     CacheServerConfig,
     Engine,
