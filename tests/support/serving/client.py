@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 import http.client
 import json
-import re
 import time
 import urllib.error
 import urllib.request
 
-_SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)$")
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+# Third Party
+from prometheus_client.parser import text_string_to_metric_families
 
 
 class RequestFailedError(RuntimeError):
@@ -107,21 +106,14 @@ def read_counters(url: str, timeout_s: float = 60.0) -> Counters:
 
 
 def parse_counters(page: str) -> Counters:
-    """Parse the Prometheus text format, as far as counters need it.
-
-    Args:
-        page: Text of the page.
-
-    Returns:
-        Its samples; comments and lines that are no samples are skipped.
-    """
-    samples = []
-    for line in page.splitlines():
-        found = _SAMPLE.match(line)
-        if found:
-            labels = dict(_LABEL.findall(found.group(2) or ""))
-            samples.append((found.group(1), labels, float(found.group(3))))
-    return Counters(tuple(samples))
+    """Parse a page of the Prometheus text format."""
+    return Counters(
+        tuple(
+            (sample.name, sample.labels, sample.value)
+            for family in text_string_to_metric_families(page)
+            for sample in family.samples
+        )
+    )
 
 
 def complete(

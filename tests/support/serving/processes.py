@@ -15,12 +15,11 @@ import signal
 import subprocess
 import time
 
+# Third Party
+import psutil
+
 # First Party
-from tests.support.serving.procfs import (
-    mapped_segments,
-    process_ids,
-    session_members,
-)
+from tests.support.serving.procfs import mapped_segments, session_members
 
 POLL_S = 0.2
 # How long helpers may take after their leader, and after SIGTERM.
@@ -308,7 +307,7 @@ class ServerProcess:
         """Remove what only the ended session used; others may share a segment."""
         left = {segment for segment in segments if segment.exists()}
         if left:
-            left -= set().union(*(mapped_segments(pid) for pid in process_ids()))
+            left -= set().union(*(mapped_segments(pid) for pid in psutil.pids()))
         for segment in left:
             segment.unlink(missing_ok=True)
         self.leftovers |= left

@@ -3,6 +3,10 @@
 
 # Standard
 from pathlib import Path
+import os
+
+# Third Party
+import psutil
 
 
 def session_members(session_id: int) -> list[int]:
@@ -15,15 +19,13 @@ def session_members(session_id: int) -> list[int]:
         Process ids, the leader's too while it lives.
     """
     members = []
-    for pid in process_ids():
+    for pid in psutil.pids():
         try:
-            stat = Path(f"/proc/{pid}/stat").read_text()
-        except OSError:  # ended while we looked
+            own = os.getsid(pid) == session_id
+            if own and psutil.Process(pid).status() not in ("zombie", "dead"):
+                members.append(pid)
+        except (ProcessLookupError, psutil.NoSuchProcess):  # ended while we looked
             continue
-        # The command, in parentheses, may hold spaces: split behind it.
-        state, _parent, _group, session = stat.rpartition(")")[2].split()[:4]
-        if int(session) == session_id and state not in "ZX":
-            members.append(pid)
     return members
 
 
@@ -37,7 +39,7 @@ def mapped_segments(pid: int) -> set[Path]:
         Files that still exist; none for a process that ended or is not ours.
     """
     try:
-        maps = Path(f"/proc/{pid}/maps").read_text()
+        maps = Path(f"/proc/{pid}/maps").read_text()  # psutil's smaps take long
     except OSError:
         return set()
     names = (line.partition("/dev/shm/")[2] for line in maps.splitlines())
@@ -46,10 +48,3 @@ def mapped_segments(pid: int) -> set[Path]:
         for name in names
         if name and not name.endswith(" (deleted)")
     }
-
-
-def process_ids() -> list[int]:
-    """List the ids of all processes."""
-    return [
-        int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()
-    ]
