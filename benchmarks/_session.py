@@ -20,17 +20,17 @@ import torch
 from benchmarks._cases import BLOCKS_FIRST, FLOOR, GATHER, GENERIC, KV_FIRST, MLA
 from benchmarks._cases import OURS, STOCK, Case
 from benchmarks._stock import load_ops
-from lmcache.lmcache_native import EngineKVFormat, TransferDirection
+from lmcache.lmcache_native import TransferDirection
 from lmcache.v1.platform import resolve_device_ops
 from lmcache.v1.platform.base.device_ops import DeviceOps
-from lmcache.v1.platform.ops_types import PageBufferShapeDesc
+from tests.support import kv_reference
 
 DEVICE = "rbln:0"
 _DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
-_FORMATS = {
-    BLOCKS_FIRST: EngineKVFormat.NL_X_NB_TWO_NH_BS_HS,
-    KV_FIRST: EngineKVFormat.NL_X_TWO_NB_NH_ONE_BS_HS,
-    MLA: EngineKVFormat.NL_X_NB_BS_HS,
+_LAYOUTS: dict[str, kv_reference.Layout] = {
+    BLOCKS_FIRST: "blocks_first",
+    KV_FIRST: "kv_first",
+    MLA: "mla",
 }
 
 
@@ -61,10 +61,17 @@ class Session:
         self.case, self._operations = case, operations
         model, self._dtype = case.geometry, _DTYPES[case.dtype]
         row = model.head_size * self._dtype.itemsize
-        self._pool_shape = (case.pool_blocks, model.planes, model.heads)
-        self._pool_shape += (case.block_size, row)
-        self._chunk_shape = (model.planes, model.layers, case.chunk_tokens)
-        self._chunk_shape += (model.heads * row,)
+        sizes = (model.layers, case.pool_blocks, model.heads, case.block_size)
+        self._sizes = {
+            layout: kv_reference.Case(
+                _LAYOUTS[layout], *sizes, model.head_size, self._dtype
+            )
+            for layout in model.layouts
+        }
+        blocks = (case.pool_blocks, model.planes, model.heads)
+        self._pool_shape = (*blocks, case.block_size, row)
+        tokens = (model.planes, model.layers, case.chunk_tokens)
+        self._chunk_shape = (*tokens, model.heads * row)
         ids = sum((case.block_ids(thread) for thread in range(case.threads)), [])
         step = case.blocks_per_chunk
         self._ids = [ids[first : first + step] for first in range(0, len(ids), step)]
@@ -110,33 +117,25 @@ class Session:
                 words.random_(generator=random)
                 self._untouched.append(bits[-1].clone())
             for layout, pool in self._pools.items():
-                values = _arranged(bits, layout).view(self._dtype)
-                pool.append(on_device(values.shape, self._dtype))
+                pool.append(on_device(self._sizes[layout].layer_shape, self._dtype))
                 if filled:
-                    pool[-1].copy_(values.contiguous())
+                    values = _arranged(bits, layout).contiguous()
+                    pool[-1].copy_(values.view(self._dtype))
             for ids, wanted in zip(self._ids, self._wanted, strict=False):
                 wanted[:, layer] = _tokens(bits, ids)
 
     def _make_arguments(self, layout: str, thread: int) -> tuple[Any, ...]:
         """Return a transfer's arguments before and after the direction."""
-        case, model = self.case, self.case.geometry
+        case, sizes = self.case, self._sizes[layout]
         layers = self._pools[layout]
         if layout == BLOCKS_FIRST:  # as the detector hands them over
             layers = [layer.squeeze(3) for layer in layers]
-        description = PageBufferShapeDesc()
-        description.kv_size = model.planes
-        description.nl = model.layers
-        description.nb = case.pool_blocks
-        description.bs = case.block_size
-        description.nh = model.heads
-        description.hs = model.head_size
-        description.element_size = self._dtype.itemsize
         own = self.chunks[thread * case.chunks : (thread + 1) * case.chunks]
-        shape = self._chunk_shape[model.mla :]
-        chunks = [memory.view(shape).view(self._dtype) for memory in own]
+        shape = sizes.chunk_shape(case.chunk_tokens)
+        chunks = [memory.view(self._dtype).view(shape) for memory in own]
         return (
             (layers, chunks, case.block_ids(thread), torch.device(DEVICE)),
-            (description, case.chunk_tokens, _FORMATS[layout], 0),
+            (sizes.shape_desc(), case.chunk_tokens, sizes.engine_kv_format, 0),
         )
 
     def contenders(self) -> Iterator[tuple[str, str]]:
@@ -231,7 +230,7 @@ class Session:
         """End its threads and give its memory back."""
         self._workers.shutdown()
         for held in (self._arguments, self._pools, self._flat, self.chunks):
-            held.clear()  # type: ignore[attr-defined]
+            held.clear()
 
 
 def _tokens(bits: torch.Tensor, ids: list[int]) -> torch.Tensor:

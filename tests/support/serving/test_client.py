@@ -5,6 +5,7 @@
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
+from typing import Any
 import json
 
 # Third Party
@@ -30,7 +31,9 @@ class FakeVLLM(BaseHTTPRequestHandler):
         self.send_response(200)
         self.end_headers()
         count = request["max_tokens"] - (request["model"] == "cut-short")
-        events = [{"choices": [{"token_ids": [t + 1]}]} for t in request["prompt"]]
+        events: list[Any] = [
+            {"choices": [{"token_ids": [t + 1]}]} for t in request["prompt"]
+        ]
         if request["model"] == "failing":
             events[0] = {"error": {"message": "KV load failed"}}
         usage = {"prompt_tokens_details": {"cached_tokens": 2}}
