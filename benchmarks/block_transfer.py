@@ -64,7 +64,11 @@ def run(options: argparse.Namespace, runtime: str, simulated: bool) -> int:
     cases = [case for case in chosen if case.footprint <= options.max_gib * 2**30]
     too_large = [case for case in chosen if case not in cases]
     if not cases:
-        print(f"no case has {options.only!r} in its name", file=sys.stderr)
+        print(
+            f"no case of at most {options.max_gib:g} GiB has {options.only!r} in its "
+            "name; see --max-gib and --only",
+            file=sys.stderr,
+        )
         return 2
     begin = time.monotonic()
     plain, slow = _counting.run(cases) if simulated else ({}, {})

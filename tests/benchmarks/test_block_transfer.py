@@ -133,5 +133,10 @@ def test_wrong_use(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):
             block_transfer.parse_arguments([option, "0"])
     assert "must be positive" in capsys.readouterr().err
-    options = block_transfer.parse_arguments(["--only", "no such"])
-    assert block_transfer.run(options, "simulator", simulated=True) == 2
+    for nothing in (
+        ["--only", "no such"],
+        ["--matrix", "--no-chart", "--only", "LLaMA-65B 16x1024", "--max-gib", "1"],
+    ):
+        options = block_transfer.parse_arguments(nothing)
+        assert block_transfer.run(options, "simulator", simulated=True) == 2
+        assert "GiB has" in capsys.readouterr().err
