@@ -15,9 +15,9 @@ import statistics
 
 # First Party
 from benchmarks._ttft import BLOCK_SIZE
-from examples.rbln_demo import tiny_models
-from examples.rbln_demo.runtime import Runtime, own_machine, serving_environment
-from examples.rbln_demo.servers import (
+from tests.support.serving import tiny_models
+from tests.support.serving.runtime import Runtime, own_machine, serving_environment
+from tests.support.serving.servers import (
     CONNECTOR_MODULE,
     CacheServer,
     CacheServerConfig,

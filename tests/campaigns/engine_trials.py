@@ -12,19 +12,19 @@ import sys
 import time
 
 # First Party
-from examples.rbln_demo import servers, tiny_models
-from examples.rbln_demo.processes import ServerFailedError, ServerProcess
-from examples.rbln_demo.procfs import mapped_segments, session_members
-from examples.rbln_demo.runtime import Runtime, own_machine
-from examples.rbln_demo.servers import (
+from tests.campaigns.connector_trials import Result, sockets_in
+from tests.campaigns.in_flight import InFlight
+from tests.e2e.serving import serving_environment
+from tests.support.serving import servers, tiny_models
+from tests.support.serving.processes import ServerFailedError, ServerProcess
+from tests.support.serving.procfs import mapped_segments, session_members
+from tests.support.serving.runtime import Runtime, own_machine
+from tests.support.serving.servers import (
     CacheServer,
     CacheServerConfig,
     Engine,
     EngineConfig,
 )
-from tests.campaigns.connector_trials import Result, sockets_in
-from tests.campaigns.in_flight import InFlight
-from tests.e2e.serving import serving_environment
 
 CONNECTOR = "RBLNLMCacheConnectorV1"
 MP_CONNECTOR = servers.CONNECTOR

@@ -12,9 +12,9 @@ import time
 import pytest
 
 # First Party
-from examples.rbln_demo.client import RequestFailedError
 from tests.e2e.kv_blocks import assert_same_blocks
 from tests.e2e.stack import BLOCK_SIZE, Stack
+from tests.support.serving.client import RequestFailedError
 
 BOTH = pytest.mark.parametrize("stack", ["blocks-first", "kv-first"], indirect=True)
 SUB_BLOCKS = pytest.mark.parametrize("stack", ["kv-first"], indirect=True)

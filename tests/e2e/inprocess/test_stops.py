@@ -11,10 +11,10 @@ import signal
 import pytest
 
 # First Party
-from examples.rbln_demo.runtime import Runtime
 from tests.campaigns.connector_trials import TIERS, problems
 from tests.campaigns.engine_trials import Stop, serve
 from tests.e2e.inprocess.engines import EnginePool
+from tests.support.serving.runtime import Runtime
 
 pytestmark = pytest.mark.sim
 

@@ -18,9 +18,9 @@ import sys
 import pytest
 
 # First Party
-from examples.rbln_demo.servers import CacheServer, CacheServerConfig
 from rbln_sim.pytest_plugin import machine_environment
 from tests.e2e.stack import wait_until
+from tests.support.serving.servers import CacheServer, CacheServerConfig
 
 pytestmark = [pytest.mark.sim, pytest.mark.slow]
 WORKER = Path(__file__).parents[3] / "support" / "mp_worker.py"
