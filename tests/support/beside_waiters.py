@@ -10,7 +10,7 @@ import threading
 # Third Party
 import torch
 
-rbln: Any = torch.rbln  # type: ignore[attr-defined]
+rbln: Any = torch.rbln
 
 
 def run_beside_waiters(

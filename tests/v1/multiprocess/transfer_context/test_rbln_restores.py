@@ -25,8 +25,8 @@ pytestmark = [pytest.mark.npu, pytest.mark.deferred]
 pytest_plugins = ["rbln_sim.pytest_plugin"]
 
 NOTHING: tuple[set[str], set[str], set[int]] = (set(), set(), set())
-LOADED = (set(), {"a"}, set())
-FAILED = (set(), {"a"}, set(TO))
+LOADED: tuple[set[str], set[str], set[int]] = (set(), {"a"}, set())
+FAILED: tuple[set[str], set[str], set[int]] = (set(), {"a"}, set(TO))
 OTHERS = [1, 2, 4, 5]
 SUPPORT = Path(__file__).parents[3] / "support"
 
@@ -119,7 +119,7 @@ def test_a_load_that_fails(
         elif step == "refused":
             answer.set_result(PrepareRetrieveResponse(success=False))
         else:
-            context = {"slots": [{}]}
+            context: dict[str, Any] = {"slots": [{}]}
             answer.set_result(PrepareRetrieveResponse(True, b"no pickle", context))
         client.prepare_retrieve.side_effect = lambda *_: answer
     assert worker.submit("a").result(SOON_S) is False
