@@ -221,7 +221,7 @@ def start_engine(monkeypatch: pytest.MonkeyPatch) -> Callable[[Configuration], A
     def stock(*_: Any, **__: Any) -> None:
         raise ReachedStartError
 
-    monkeypatch.setattr(connector.LMCacheConnectorV1Dynamic, "__init__", stock)
+    monkeypatch.setattr(connector.SchedulerSide, "__init__", stock)
 
     def start(configuration: Configuration) -> Any:
         monkeypatch.setattr(utils, "_config_instance", None)

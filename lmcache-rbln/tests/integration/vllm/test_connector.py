@@ -120,7 +120,7 @@ def test_an_engine_that_cannot_be_made(
         raise StockReachedError
 
     monkeypatch.setattr(service, "create_engine", fail)
-    monkeypatch.setattr(connector.LMCacheConnectorV1Dynamic, "__init__", stock)
+    monkeypatch.setattr(connector.SchedulerSide, "__init__", stock)
     monkeypatch.setattr(connector.logger, "propagate", True)
     extra = {"lmcache_rbln.allow_degraded": allowed}
     wanted: type[Exception] = StockReachedError if allowed else OSError
@@ -150,7 +150,7 @@ def test_the_scheduler_recomputes_unless_told_otherwise(
     def stock(*_: Any, **__: Any) -> None:
         raise StockReachedError
 
-    monkeypatch.setattr(connector.LMCacheConnectorV1Dynamic, "__init__", stock)
+    monkeypatch.setattr(connector.SchedulerSide, "__init__", stock)
     extra = (
         {} if policy == "recompute" else {"lmcache_rbln.load_failure_policy": "fail"}
     )
@@ -340,7 +340,7 @@ def test_a_start_that_fails_half_way_ends_what_it_began(
     monkeypatch.setattr(service, "create_engine", lambda *_: object())
     monkeypatch.setattr(service, "destroy_engine", lambda: destroyed.append(True))
     monkeypatch.setattr(refusal, "leave", left.append)
-    monkeypatch.setattr(connector.LMCacheConnectorV1Dynamic, "__init__", stock)
+    monkeypatch.setattr(connector.SchedulerSide, "__init__", stock)
     before = set(connector._open)
     with pytest.raises(OSError, match="no socket") as caught:
         construct("WORKER", vllm_config())
@@ -358,7 +358,7 @@ def test_nothing_is_begun_before_the_checks(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(service, "create_engine", begin)
     monkeypatch.setattr(service, "destroy_engine", begin)
-    monkeypatch.setattr(connector.LMCacheConnectorV1Dynamic, "__init__", begin)
+    monkeypatch.setattr(connector.SchedulerSide, "__init__", begin)
     config = vllm_config()
     config.parallel_config.pipeline_parallel_size = 2
     with pytest.raises(ValueError, match="--pipeline-parallel-size 1"):
