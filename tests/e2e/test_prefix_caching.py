@@ -144,7 +144,8 @@ def test_a_load_that_fails_ends_its_request_alone(stack: Stack) -> None:
 def test_a_client_that_hangs_up_while_its_prompt_loads(stack: Stack) -> None:
     """Meanwhile others are served, and its blocks stay its own until the load ends."""
     prompt = stack.prompt(2 * stack.config.chunk_size + 5, "hangs up loading")
-    other = stack.prompt(200, "served meanwhile")
+    # Less than a chunk: nothing of it is stored or loaded.
+    other = stack.prompt(100, "served meanwhile")
     [cold] = stack.cold([prompt])
     [alone] = stack.cold([other])
     stack.forget_local()

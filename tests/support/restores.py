@@ -162,7 +162,12 @@ class Worker:
             adapters.RequestClientFactory, "create", return_value=self.server.client
         ):
             self.adapter = adapters.LMCacheMPWorkerAdapter(
-                "tcp://a-server", mock.MagicMock(), "model", BLOCK, alone, int(SOON_S)
+                "tcp://a-server",
+                mock.MagicMock(),
+                "model",
+                BLOCK,
+                alone,
+                mq_timeout=SOON_S,
             )
         # No heartbeats: the test says whether the server is there.
         heartbeat: Any = SimpleNamespace(stop=int, stop_requested=False)

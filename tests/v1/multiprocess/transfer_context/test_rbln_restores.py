@@ -24,9 +24,10 @@ from lmcache.v1.platform.devices.rbln import transfer_context
 pytestmark = [pytest.mark.npu, pytest.mark.deferred]
 pytest_plugins = ["rbln_sim.pytest_plugin"]
 
-NOTHING: tuple[set[str], set[str], set[int]] = (set(), set(), set())
-LOADED: tuple[set[str], set[str], set[int]] = (set(), {"a"}, set())
-FAILED: tuple[set[str], set[str], set[int]] = (set(), {"a"}, set(TO))
+Reports = tuple[set[str], set[str], set[int]]
+NOTHING: Reports = (set(), set(), set())
+LOADED: Reports = (set(), {"a"}, set())
+FAILED: Reports = (set(), {"a"}, set(TO))
 OTHERS = [1, 2, 4, 5]
 SUPPORT = Path(__file__).parents[3] / "support"
 
@@ -110,7 +111,8 @@ def test_a_load_that_fails(
             lambda *_, **__: 1 / 0,
         )
     elif step == "in time":
-        worker.adapter.transfer_ctx.engine_driven_context.mq_timeout = 0.01
+        context: Any = worker.adapter.transfer_ctx
+        context.engine_driven_context.mq_timeout = 0.01
         worker.server.answers = False
     else:
         answer: MessagingFuture[Any] = MessagingFuture()
@@ -119,7 +121,7 @@ def test_a_load_that_fails(
         elif step == "refused":
             answer.set_result(PrepareRetrieveResponse(success=False))
         else:
-            context: dict[str, Any] = {"slots": [{}]}
+            context = {"slots": [{}]}
             answer.set_result(PrepareRetrieveResponse(True, b"no pickle", context))
         client.prepare_retrieve.side_effect = lambda *_: answer
     assert worker.submit("a").result(SOON_S) is False
