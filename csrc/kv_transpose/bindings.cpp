@@ -110,9 +110,7 @@ PYBIND11_MODULE(kv_transpose, module) {
           "Regions that are contiguous on the device, of all layers.")
       .def_property_readonly(
           "to_chunks",
-          [](const kv::Plan& plan) {
-            return plan.direction == kv::Direction::kGather;
-          },
+          [](const kv::Plan& plan) { return plan.direction == kv::Direction::kGather; },
           "Whether chunks are written; layers are otherwise.")
       .def_property_readonly(
           "device", [](const kv::Plan& plan) { return plan.layers.front().device(); },

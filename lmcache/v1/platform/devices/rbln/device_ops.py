@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, TypeVar
 import contextlib
+import functools
 import operator
 
 # Third Party
@@ -21,7 +22,12 @@ import torch
 from lmcache.lmcache_native import EngineKVFormat, TransferDirection
 from lmcache.v1.platform.base.device_ops import DeviceOps
 from lmcache.v1.platform.devices.rbln import block_transfer, staging
-from lmcache.v1.platform.devices.rbln.kv_layout import KVGeometry, resolve_geometry
+from lmcache.v1.platform.devices.rbln.kv_layout import (
+    KVGeometry,
+    LayerTraits,
+    layer_traits,
+    resolve_geometry,
+)
 from lmcache.v1.platform.devices.rbln.native import kv_transpose
 from lmcache.v1.platform.devices.rbln.staging import torch_rbln
 from lmcache.v1.platform.ops_types import PageBufferShapeDesc
@@ -102,20 +108,19 @@ class RblnDeviceOps(DeviceOps):
                 f"skip_prefix_n_blocks={skip_blocks} is negative; pass 0 to skip "
                 "nothing"
             )
-        kv_format = _enum(EngineKVFormat, engine_kv_format, "engine_kv_format")
-        to_chunks = (
-            _enum(TransferDirection, direction, "direction") == TransferDirection.D2H
-        )
-        geometry = resolve_geometry(layers, kv_format)
-        _require_device(geometry, device)
-        _require_shape_desc(geometry, len(layers), shape_desc)
-        block_size = geometry.sizes[3]
-        if chunk_size <= 0 or chunk_size % block_size:
-            fitting = max(1, -(-chunk_size // block_size)) * block_size
+        to_chunks = _is_gather(direction)
+        if not isinstance(shape_desc, PageBufferShapeDesc):
             raise ValueError(
-                f"block_size={block_size} but chunk size {chunk_size} is not a "
-                f"positive multiple; start the server with --chunk-size {fitting}"
+                f"shape_desc wants a PageBufferShapeDesc, got {shape_desc!r}"
             )
+        geometry = _checked_geometry(
+            layer_traits(layers),
+            _enum(EngineKVFormat, engine_kv_format, "engine_kv_format"),
+            _with_index(device),
+            len(layers),
+            tuple(getattr(shape_desc, name, 0) for name in _DESCRIBED),
+            chunk_size,
+        )
         block_transfer.transfer(
             kv_transpose().plan_host(
                 to_chunks,
@@ -161,10 +166,10 @@ class RblnDeviceOps(DeviceOps):
             StillInFlightError: The device can't be waited for after a failure.
             RuntimeError: If the device fails during the transfer.
         """
-        geometry = resolve_geometry(layers, engine_kv_format)
+        geometry = resolve_geometry(layer_traits(layers), engine_kv_format)
         block_transfer.transfer(
             kv_transpose().plan_device(
-                direction == TransferDirection.D2H,
+                _is_gather(direction),
                 layers,
                 geometry.sizes,
                 geometry.strides,
@@ -218,57 +223,60 @@ def _enum(kind: type[_Enum], value: object, name: str) -> _Enum:
     raise ValueError(f"{name} {value!r} is none of {known}")
 
 
-def _require_device(geometry: KVGeometry, device: torch.device | str) -> None:
-    """Refuse layers that are not on the device given."""
+def _is_gather(direction: TransferDirection) -> bool:
+    return _enum(TransferDirection, direction, "direction") == TransferDirection.D2H
+
+
+def _with_index(device: torch.device | str) -> torch.device:
+    """Return a device with its index, or refuse what is none."""
+    try:
+        wanted = device if isinstance(device, torch.device) else torch.device(device)
+    except (RuntimeError, TypeError) as exc:
+        raise ValueError(f"{device!r} is no device; pass that of the layers") from exc
+    if wanted.type == "rbln" and wanted.index is None:
+        return torch.device("rbln", torch_rbln().current_device())
+    return wanted
+
+
+@functools.lru_cache
+def _checked_geometry(
+    layer: LayerTraits,
+    kv_format: EngineKVFormat,
+    wanted: torch.device,
+    num_layers: int,
+    described: tuple[int, ...],
+    chunk_size: int,
+) -> KVGeometry:
+    """Return the geometry of layers, or refuse what a call says of them.
+
+    Each transfer asks, mostly for the same cache, and has to wait for the answer.
+    """
+    geometry = resolve_geometry(layer, kv_format)
     got = geometry.device
     if got.type not in ("rbln", "cpu"):
         raise ValueError(
             f"RBLN block transfer wants KV layers on an rbln device, got {got}"
         )
-    try:
-        wanted = torch.device(device)
-    except (RuntimeError, TypeError) as exc:
-        raise ValueError(f"{device!r} is no device; pass that of the layers") from exc
-    index = wanted.index
-    if index is None and wanted.type == "rbln":
-        index = torch_rbln().current_device()
-    if got.type != wanted.type or (got.type == "rbln" and index != got.index):
+    # The host has one device, whatever its index.
+    if got.type != wanted.type or (got.type == "rbln" and got != wanted):
         raise ValueError(
             f"the KV layers are on {got} but the transfer is for {wanted}; pass the "
             "device of the layers"
         )
-
-
-def _require_shape_desc(
-    geometry: KVGeometry, num_layers: int, shape_desc: PageBufferShapeDesc
-) -> None:
-    """Refuse a descriptor that disagrees with the layers it describes."""
-    if not isinstance(shape_desc, PageBufferShapeDesc):
-        raise ValueError(f"shape_desc wants a PageBufferShapeDesc, got {shape_desc!r}")
     # Zero or less: the blocks are as dense as their shape says.
-    stride = int(getattr(shape_desc, "block_stride_elems", 0) or 0)
-    described = (
-        shape_desc.nb,
-        shape_desc.kv_size,
-        shape_desc.nh,
-        shape_desc.bs,
-        shape_desc.hs,
-        shape_desc.nl,
-        shape_desc.element_size,
-        stride,
-    )
-    wanted_stride = geometry.strides[0] if stride > 0 else stride
-    actual = (
-        *geometry.sizes,
-        num_layers,
-        geometry.dtype.itemsize,
-        wanted_stride,
-    )
-    if described == actual:
-        return
-    for name, got, wanted in zip(_DESCRIBED, described, actual, strict=True):
-        if got != wanted:
+    stride = geometry.strides[0] if described[-1] > 0 else described[-1]
+    actual = (*geometry.sizes, num_layers, geometry.dtype.itemsize, stride)
+    for name, is_, should in zip(_DESCRIBED, described, actual, strict=True):
+        if is_ != should:
             raise ValueError(
-                f"shape_desc.{name}={got} but the KV layers have {wanted}; "
-                "describe the layers that are passed"
+                f"shape_desc.{name}={is_} but the KV layers have {should}; describe "
+                "the layers that are passed"
             )
+    block_size = geometry.sizes[3]
+    if chunk_size <= 0 or chunk_size % block_size:
+        fitting = max(1, -(-chunk_size // block_size)) * block_size
+        raise ValueError(
+            f"block_size={block_size} but chunk size {chunk_size} is not a positive "
+            f"multiple; start the server with --chunk-size {fitting}"
+        )
+    return geometry

@@ -58,30 +58,16 @@ class KVGeometry:
     device: torch.device
 
 
-def resolve_geometry(
-    layers: Sequence[torch.Tensor], engine_kv_format: EngineKVFormat
-) -> KVGeometry:
-    """Return the geometry of the first layer; the native plan refuses others.
+#: Shape, strides, dtype and device of a layer.
+LayerTraits = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
 
-    Args:
-        layers: One tensor per layer, 6-D or with the singleton axis squeezed (5-D)
-            for HND, 3-D for MLA.
-        engine_kv_format: Format that the detector reported for these layers.
 
-    Returns:
-        The geometry.
+def layer_traits(layers: Sequence[torch.Tensor]) -> LayerTraits:
+    """Return what is common to layers; the native plan refuses others.
 
     Raises:
-        ValueError: If there is no layer, the format is none of the three, or the layer
-            is not of that layout, is a ``meta`` tensor, has elements of an odd width,
-            no dense head-blocks or overlapping blocks.
+        ValueError: There is no layer, or it has no memory.
     """
-    if engine_kv_format not in _LAYOUTS:
-        raise ValueError(
-            f"RBLN moves {', '.join(_LAYOUTS.values())}; got format "
-            f"{engine_kv_format!r}. Serve with `--model-impl vllm` so that vLLM-RBLN "
-            "allocates one of these"
-        )
     if not layers:
         raise ValueError("RBLN block transfer wants at least one KV layer, got none")
     first = layers[0]
@@ -90,23 +76,35 @@ def resolve_geometry(
             "KV layer 0 is a meta tensor without memory; start vLLM-RBLN with "
             "VLLM_RBLN_USE_DEVICE_TENSOR=1 so that the KV cache is in device tensors"
         )
-    return _geometry_of(
-        tuple(first.shape), first.stride(), first.dtype, first.device, engine_kv_format
-    )
+    return first.shape, first.stride(), first.dtype, first.device
 
 
 @lru_cache
-def _geometry_of(
-    layer_shape: tuple[int, ...],
-    layer_strides: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-    engine_kv_format: EngineKVFormat,
+def resolve_geometry(
+    layer: LayerTraits, engine_kv_format: EngineKVFormat
 ) -> KVGeometry:
-    """Return the geometry of a layer, or refuse it.
+    """Return the geometry of a layer.
 
-    Each transfer asks, mostly for the same cache, and has to wait for the answer.
+    Args:
+        layer: Of a tensor that is 6-D or with the singleton axis squeezed (5-D) for
+            HND, 3-D for MLA.
+        engine_kv_format: Format that the detector reported for it.
+
+    Returns:
+        The geometry.
+
+    Raises:
+        ValueError: If the format is none of the three, or the layer is not of that
+            layout, has elements of an odd width, no dense head-blocks or overlapping
+            blocks.
     """
+    if engine_kv_format not in _LAYOUTS:
+        raise ValueError(
+            f"RBLN moves {', '.join(_LAYOUTS.values())}; got format "
+            f"{engine_kv_format!r}. Serve with `--model-impl vllm` so that vLLM-RBLN "
+            "allocates one of these"
+        )
+    layer_shape, layer_strides, dtype, device = layer
     if dtype.itemsize not in ELEMENT_BYTES:
         raise ValueError(
             f"the KV cache is {dtype}, wanted elements of "

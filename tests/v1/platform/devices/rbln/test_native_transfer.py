@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 # First Party
 from lmcache import kv_transpose
-from lmcache.v1.platform.devices.rbln.kv_layout import resolve_geometry
+from lmcache.v1.platform.devices.rbln.kv_layout import layer_traits, resolve_geometry
 
 DTYPES = (torch.uint8, torch.float16, torch.float32, torch.float64)
 
@@ -42,7 +42,7 @@ def arguments_of(
     max_bytes: int = 1 << 30,
 ) -> dict[str, Any]:
     """Return the arguments of a plan but its direction."""
-    geometry = resolve_geometry(layers, case.engine_kv_format)
+    geometry = resolve_geometry(layer_traits(layers), case.engine_kv_format)
     return {
         "layers": layers,
         "sizes": geometry.sizes,
@@ -459,7 +459,7 @@ def test_whole_blocks_are_copied_on_their_device(
                 one = of_chunk.select(axis, position)
                 other = layer.select(axis, part[position])
                 one.copy_(other) if to_chunks else other.copy_(one)
-    geometry = resolve_geometry(layers, case.engine_kv_format)
+    geometry = resolve_geometry(layer_traits(layers), case.engine_kv_format)
     plan = kv_transpose.plan_device(
         to_chunks, layers, geometry.sizes, geometry.strides, chunks, blocks
     )
