@@ -134,19 +134,12 @@ PYBIND11_MODULE(kv_transpose, module) {
 
 Args:
     to_chunks: Whether chunks are written; layers are otherwise.
-    layers: Tensors that are alike, [blocks, planes, heads, slots, head size] each, with
-        the last three axes dense.
-    sizes: Of these axes.
-    strides: Elements between blocks, and between planes.
-    chunks: Host tensors [planes, layers, tokens, heads * head size], or without planes
-        where there is one, with dense tokens.
-    block_ids: Of all chunks, in token order.
+    layers: Alike, [blocks, planes, heads, slots, head size] with a dense [heads, ...].
+    sizes, strides: Of these axes; elements between blocks, and between planes.
+    chunks: [planes, layers, tokens, heads * head size], or without planes for one.
+    block_ids, skip_blocks: In token order, and how many leading ones are left alone.
     chunk_tokens: Tokens of each chunk; the last one may have fewer.
-    skip_blocks: Leading blocks that are left alone.
     max_bytes: Of a segment; what a staging buffer holds.
-
-Returns:
-    The plan. Nothing has moved.
 
 Raises:
     ValueError: An argument is not as above, a tensor lacks memory, or a byte would be
@@ -155,40 +148,23 @@ Raises:
              py::arg("sizes"), py::arg("strides"), py::arg("chunks"), py::arg("blocks"),
              R"(Plan copies of whole blocks between layers and chunks on their device.
 
-Args:
-    to_chunks, layers, sizes, strides: As of plan_host.
-    chunks: Tensors of the layers' type with one dense axis. Each gets its blocks as they
-        lie in a layer, layer by layer.
-    blocks: For each chunk its block ids, and how many leading ones are left alone.
-
-Returns:
-    The plan, to be run without staging.
-
-Raises:
-    ValueError: As plan_host.)");
+Args as of plan_host, but a chunk has one dense axis, with its blocks as they lie in a
+layer, layer by layer; and blocks are, for each chunk, ids and leading ones to leave.)");
   module.def("run", &run, py::arg("plan"), py::arg("staging"), py::arg("collector"),
              py::arg("stream"), py::arg("probe"), py::arg("threads") = 1,
              py::arg("part_bytes") = py::none(), py::arg("batch_bytes") = py::none(),
-             R"(Move every segment of a plan. The copies are complete on return.
-
-While one part of staging is transposed, the copies of the next ones are in flight. The
-GIL is released meanwhile.
+             R"(Move every segment of a plan. Complete on return; the GIL is released.
 
 Args:
-    plan: What to move.
-    staging: Buffers of uint8, 1-D and dense, in host memory; they do not overlap. Pinned
-        if there is a stream. None: the device copies to and from the chunks by itself.
-    collector: 1-D device memory of the layers' type, as large as a buffer, in which the
-        segments of a batch are collected to cross to or from the host as one copy; or
-        None.
-    stream: Stream of the copies, for this transfer alone; it waits for the current one
-        of the caller first. None: copies are synchronous.
-    probe: With a stream: pinned and device memory of a few bytes, alike. After a
-        failure one is copied to the other until that succeeds.
-    threads: Threads that transpose, the caller included; 1 to MAX_THREADS.
-    part_bytes: Of a buffer that are used at a time, if nothing is collected; by default
-        1 MiB, or the largest segment.
-    batch_bytes: Bytes to copy at a time, by default 256 KiB or more.
+    staging: Buffers of uint8, 1-D and dense, in host memory, pinned if there is a stream;
+        they do not overlap. None: the device copies to and from chunks by itself.
+    collector: 1-D device memory of the layers' type, as large as a buffer, to collect
+        segments in; or None.
+    stream: Of the copies, for this transfer alone; it waits for the caller's current one
+        first. None: copies are synchronous.
+    probe: With a stream: pinned and device memory of a few bytes, alike.
+    threads: That transpose, the caller included; 1 to MAX_THREADS.
+    part_bytes, batch_bytes: Used of a buffer, and copied at a time; see pipeline.h.
 
 Raises:
     ValueError: An argument is not as above. No copy has been issued then.
@@ -197,13 +173,8 @@ Raises:
     NotDrained: The same, but the device does not tell whether copies are in flight.)");
   module.def("copy_times", &copy_times, py::arg("plan"), py::arg("staging"),
              py::arg("collector"), py::arg("stream"), py::arg("probe"),
-             R"(Measure small copies from a plan's first layer. Raises as run does.
-
-Returns:
-    Microseconds of one to staging, and of one to the collector.)");
+             "Microseconds of a small copy to staging, and to the collector; raises as "
+             "run.");
   module.def("drain", &drain, py::arg("stream"), py::arg("probe"),
-             R"(Wait until nothing is in flight on a stream.
-
-Returns:
-    Whether that is so, and the stream has no failure to report; else the device is lost.)");
+             "Wait until nothing is in flight on a stream; whether that is so.");
 }
