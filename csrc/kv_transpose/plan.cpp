@@ -137,54 +137,68 @@ Chunk host_window(const Plan& plan, const Geometry& geometry, size_t index,
           byte_stride(chunk, -2)};
 }
 
+/// Refuses a chunk whose elements overlap.
+void check_strides(const at::Tensor& chunk, size_t index) {
+  std::vector<std::pair<int64_t, int64_t>> axes;
+  for (int64_t axis = 0; axis < chunk.dim(); ++axis) {
+    if (chunk.size(axis) > 1) axes.push_back({chunk.stride(axis), chunk.size(axis)});
+  }
+  std::sort(axes.begin(), axes.end());
+  int64_t extent = 1;
+  for (const auto& [stride, size] : axes) {
+    if (stride < extent) {
+      refuse("chunk ", index, " has strides ", chunk.strides(), " for shape ",
+             chunk.sizes(),
+             ", so its elements overlap; gather into a chunk with memory of its own "
+             "for each");
+    }
+    extent += stride * (size - 1);
+  }
+}
+
 /// Refuses chunks that a gather would write to more than once. Windows of one buffer
 /// may interleave, so where extents meet all rows are compared.
 void check_apart(const Plan& plan) {
-  using Extent = std::pair<const char*, size_t>;  // behind its last byte, the chunk
-  std::vector<std::pair<const char*, Extent>> rows;
-  bool meet = false;
+  struct Extent {
+    const char* begin;
+    const char* end;
+    size_t chunk;
+  };
+  std::vector<Extent> extents;
+  const auto meeting = [&extents] {
+    std::sort(extents.begin(), extents.end(),
+              [](const Extent& a, const Extent& b) { return a.begin < b.begin; });
+    return std::adjacent_find(
+        extents.begin(), extents.end(),
+        [](const Extent& a, const Extent& b) { return a.end > b.begin; });
+  };
   for (size_t index = 0; index < plan.windows.size(); ++index) {
     const at::Tensor& chunk = plan.chunks[index];
+    check_strides(chunk, index);
     const char* const first = plan.windows[index].data;
-    rows.push_back({first,
-                    {first + at::detail::computeStorageNbytes(
-                                 chunk.sizes(), chunk.strides(), chunk.itemsize()),
-                     index}});
-    meet = meet || !chunk.is_contiguous();
+    extents.push_back({first,
+                       first + at::detail::computeStorageNbytes(
+                                   chunk.sizes(), chunk.strides(), chunk.itemsize()),
+                       index});
   }
-  const auto overlap = [&rows] {
-    std::sort(rows.begin(), rows.end());
-    return std::adjacent_find(
-        rows.begin(), rows.end(),
-        [](const auto& a, const auto& b) { return a.second.first > b.first; });
-  };
-  if (!meet && overlap() == rows.end()) return;
-  rows.clear();
+  if (meeting() == extents.end()) return;
+  extents.clear();
   for (size_t index = 0; index < plan.windows.size(); ++index) {
     const Chunk& chunk = plan.windows[index];
-    for (int64_t plane = 0; plane < chunk.planes; ++plane) {
-      for (int64_t layer = 0; layer < chunk.layers; ++layer) {
-        for (int64_t token = 0; token < chunk.tokens; ++token) {
-          const char* const row = chunk.data + chunk.offset(plane, layer, token);
-          rows.push_back({row, {row + plan.heads * plan.row_bytes, index}});
-        }
-      }
+    for (int64_t row = 0; row < chunk.planes * chunk.layers * chunk.tokens; ++row) {
+      const int64_t of_plane = chunk.layers * chunk.tokens;
+      const char* const first =
+          chunk.data + chunk.offset(row / of_plane, row % of_plane / chunk.tokens,
+                                    row % chunk.tokens);
+      extents.push_back({first, first + plan.heads * plan.row_bytes, index});
     }
   }
-  const auto found = overlap();
-  if (found == rows.end()) return;
-  const auto [first, second] =
-      std::minmax(found[0].second.second, found[1].second.second);
-  if (first == second) {
-    refuse("chunk ", first, " has strides ", plan.chunks[first].strides(),
-           " for shape ", plan.chunks[first].sizes(),
-           ", so its elements overlap; gather into a chunk with memory of its own for "
-           "each");
-  }
-  refuse(
-      "chunks ", first, " and ", second,
-      " are the same memory, in whole or in part; pass a chunk of its own for each to "
-      "gather into");
+  const auto found = meeting();
+  if (found == extents.end()) return;
+  const auto [first, second] = std::minmax(found[0].chunk, found[1].chunk);
+  refuse("chunks ", first, " and ", second,
+         " are the same memory, in whole or in part; pass a chunk of its own for each "
+         "to gather into");
 }
 
 void check_blocks(const Plan& plan, const Geometry& geometry,
