@@ -28,7 +28,7 @@ class Load:
         model: Name of the model whose KV cache it is.
         block_size: Tokens per block and per chunk.
         blocks: Blocks of a request.
-        requests: Requests, all of them stored at once and restored in turn.
+        requests: Requests, all of them stored at once, and then restored at once.
         port: Port of the LMCache server.
         worker: Number of the worker.
     """
@@ -134,7 +134,7 @@ class Worker:
         return {"begin": begin, "end": end, "calls": calls}
 
     def restore(self, turn: int) -> dict[str, Any]:
-        """Look all requests up, then restore one after the other.
+        """Look all requests up, then restore all at once.
 
         Returns:
             As :meth:`store`; looking up, which is the scheduler's work, is left out.
@@ -142,7 +142,7 @@ class Worker:
         for request in range(self._load.requests):
             self._look_up(self._key(turn, request, "restore", lookup=True))
         keys = [self._key(turn, r, "restore") for r in range(self._load.requests)]
-        calls = []
+        calls, futures = [], []
         begin = time.perf_counter()
         for request, key in enumerate(keys):
             start = time.perf_counter()
@@ -154,11 +154,12 @@ class Worker:
                 self._context.create_recorded_event(),
                 1,
             )
-            done = future.result(timeout=_TIMEOUT_S)
             calls.append(time.perf_counter() - start)
-            if not done:
-                raise RuntimeError("a stored request was not restored; see the log")
+            futures.append(future)
+        done = [future.result(timeout=_TIMEOUT_S) for future in futures]
         end = time.perf_counter()
+        if not all(done):
+            raise RuntimeError("a stored request was not restored; see the log")
         for key in keys:
             self._client.end_session(key.request_id).result(timeout=_TIMEOUT_S)
         return {"begin": begin, "end": end, "calls": calls}

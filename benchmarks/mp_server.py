@@ -7,8 +7,9 @@
 Part ``transfer`` drives LMCache's own worker side against a real ``lmcache server``, in
 one process per worker and NPU: GB/s stored and restored by all of them, and the time of
 a store and of a restore on the engine's thread. Part ``ttft`` sends prompts through
-``vllm serve`` with a tiny model, once to compute and once to restore them. All restored
-bytes and all answers are compared.
+``vllm serve`` with a tiny model, once to compute and once to restore them. Part
+``gaps`` lets one request decode there while others restore, on the engine's thread and
+beside the engine. All restored bytes and all answers are compared.
 """
 
 # Future
@@ -25,14 +26,14 @@ import signal
 import sys
 
 # First Party
-from benchmarks import _mp_transfer, _report, _targets, _ttft
+from benchmarks import _gaps, _mp_transfer, _report, _targets, _ttft
 from benchmarks._mp_worker import Load
-from examples.rbln_demo.client import RequestFailedError
-from examples.rbln_demo.processes import ServerFailedError
-from examples.rbln_demo.runtime import WANTED, Runtime, find_runtime
+from tests.support.serving.client import RequestFailedError
+from tests.support.serving.processes import ServerFailedError
+from tests.support.serving.runtime import WANTED, Runtime, find_runtime
 
 ROOT = Path(__file__).resolve().parents[1]
-PARTS = ("transfer", "ttft")
+PARTS = ("transfer", "ttft", "gaps")
 TRANSPORTS = ("shm", "pickle")
 _LENGTHS = (257, 513, 1025, 2049, 4097)
 
@@ -57,7 +58,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument(
         "--check",
         action="store_true",
-        help="end with 1 where a store holds the engine's thread for too long",
+        help="end with 1 where a transfer holds the engine's thread for too long",
     )
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "bench")
     options = parser.parse_args(arguments)
@@ -82,7 +83,7 @@ def load_of(options: argparse.Namespace) -> Load:
 def transfer_table(transfers: Sequence[_mp_transfer.Transfer]) -> str:
     """Return the table of throughput and engine time."""
     header = ["transport", "workers", "MB/request", "stored GB/s", "restored GB/s"]
-    header += ["store ms on engine", "longest", "restore ms on engine"]
+    header += ["store ms on engine", "longest", "restore ms on engine", "longest"]
     lines = [
         [
             t.transport,
@@ -92,9 +93,27 @@ def transfer_table(transfers: Sequence[_mp_transfer.Transfer]) -> str:
             f"{t.restored_gb_per_s:.2f}",
             f"{t.store_ms:.2f}",
             f"{t.store_max_ms:.2f}",
-            f"{t.restore_ms:.1f}",
+            f"{t.restore_ms:.2f}",
+            f"{t.restore_max_ms:.2f}",
         ]
         for t in transfers
+    ]
+    return _report.table(header, lines)
+
+
+def gaps_table(gaps: Sequence[_gaps.Gaps]) -> str:
+    """Return the table of times between tokens."""
+    header = ["restores", "MB each", "number", "gap ms", "95 %", "longest"]
+    lines = [
+        [
+            g.restores,
+            f"{g.restored_bytes / 1e6:.1f}",
+            str(g.count),
+            f"{g.median_ms:.1f}",
+            f"{g.p95_ms:.1f}",
+            f"{g.longest_ms:.1f}",
+        ]
+        for g in gaps
     ]
     return _report.table(header, lines)
 
@@ -155,6 +174,7 @@ def run(options: argparse.Namespace, runtime: Runtime) -> int:
     """
     transfers: list[_mp_transfer.Transfer] = []
     points: list[_ttft.FirstToken] = []
+    gaps: list[_gaps.Gaps] = []
     folder = options.folder / "mp_server"
     if "transfer" in options.part:
         transfers = measure_transfers(options, runtime, folder)
@@ -162,14 +182,22 @@ def run(options: argparse.Namespace, runtime: Runtime) -> int:
         print("time to first token", flush=True)
         prompts = 1 if options.quick else 3
         points = _ttft.measure(runtime, options.lengths, prompts, folder)
+    if "gaps" in options.part:
+        print("gaps between tokens", flush=True)
+        blocks, tokens = (2, 24) if options.quick else (14, 200)
+        gaps = _gaps.measure(runtime, blocks, tokens, folder)
     facts = _report.machine(runtime.name)
     print(f"\n{runtime.name}, medians of {options.rounds}, {facts['cores']} cores")
     if transfers:
         print(f"\n{transfer_table(transfers)}")
     if points:
         print(f"\n{ttft_table(points)}")
-    checks = _targets.check_store(
-        {f"{t.transport}, {t.workers} workers": t.store_ms for t in transfers}
+    if gaps:
+        print(f"\n{gaps_table(gaps)}")
+    names = [f"{t.transport}, {t.workers} workers" for t in transfers]
+    checks = _targets.check_engine_time(
+        dict(zip(names, (t.store_ms for t in transfers), strict=True)),
+        dict(zip(names, (t.restore_ms for t in transfers), strict=True)),
     )
     if checks:
         print(f"\n{_report.checks_table(checks)}")
@@ -177,6 +205,7 @@ def run(options: argparse.Namespace, runtime: Runtime) -> int:
         "machine": facts,
         "transfers": [asdict(transfer) for transfer in transfers],
         "ttft": [asdict(point) for point in points],
+        "gaps": [asdict(gap) for gap in gaps],
         "restoring_is_faster_from_tokens": _ttft.break_even(points),
         "checks": [asdict(check) for check in checks],
     }

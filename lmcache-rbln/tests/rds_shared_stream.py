@@ -3,8 +3,8 @@
 
 Usage: ``rds_shared_stream.py THREADS TRANSFERS COPIES``, in an environment whose
 ``RBLN_SIM_FAULTS`` make copies fail. Another thread records and waits for events on the
-callers' stream all the time, so that it is told of a failure before anybody else could
-be. A transfer moves so many single blocks. Prints a JSON object:
+callers' stream all the time. A transfer moves so many single blocks. Prints a JSON
+object:
 
 transfers, raised
     Transfers, and those of them that raised an error.
@@ -20,48 +20,34 @@ free, slots
 
 # Standard
 from collections import Counter
-from typing import Any
+from functools import partial
 import json
+import logging
 import random
 import sys
-import threading
 
 # Third Party
+from beside_waiters import rbln, run_beside_waiters
 from kv_reference import Case, random_bits, upload
+from rds_support import device_chunks, paged_kv_of, staged
 import torch
 
-# First Party
-from lmcache_rbln.paged_kv import ChunkBlocks, PagedKV
-from lmcache_rbln.paged_kv_device import DeviceBlockTransfer
-from lmcache_rbln.storage_plugin.rds_device import RDSDevice
-from lmcache_rbln.storage_plugin.rds_staging import StagingAllocator
-
 DEVICE = "rbln:0"
-rbln: Any = torch.rbln  # type: ignore[attr-defined]
 
 
 def run(threads: int, transfers: int, copies: int) -> dict[str, int]:
     """Run transfers in threads; see the module."""
     case = Case(
-        "blocks_first",
-        num_layers=1,
-        num_blocks=2 * copies * threads,
-        block_size=4,
+        "blocks_first", num_layers=1, num_blocks=2 * copies * threads, block_size=4
     )
     host = random_bits(case.layer_shape, case.dtype, 0)
     layer = upload(host, DEVICE)
-    kv = PagedKV.of([layer])
+    kv = paged_kv_of(case, 4 * copies)
     chunk_bytes = copies * host[0].numel() * host.dtype.itemsize
-    device = RDSDevice(torch.device(DEVICE), numa_node=0)
-    allocator = StagingAllocator(device, 1 << 20, chunk_bytes)
-    transfer = DeviceBlockTransfer()
+    allocator = device_chunks(chunk_bytes)
     shared = rbln.Stream(device=DEVICE)
-    counts = Counter(transfers=0, raised=0, silent=0, spurious=0, bystander=0)
-    lock = threading.Lock()
-    over = threading.Event()
 
-    def work(thread: int) -> None:
-        mine: Counter[str] = Counter()
+    def work(thread: int, counts: Counter[str]) -> None:
         chance = random.Random(thread)
         first = 2 * copies * thread
         blocks = range(first, first + 2 * copies)
@@ -69,58 +55,38 @@ def run(threads: int, transfers: int, copies: int) -> dict[str, int]:
         for _ in range(transfers // threads // 2):
             # Descending: no two neighbours go in one copy.
             ids = sorted(chance.sample(blocks, 2 * copies), reverse=True)
-            halves = ids[::2], ids[1::2]
-            source, target = chance.sample(halves, 2)
-            obj = allocator.allocate(torch.Size([2, 1, 4, 4]), case.dtype)
-            assert obj is not None
-            held = obj.slot.payload[:chunk_bytes]
+            source, target = chance.sample((ids[::2], ids[1::2]), 2)
+            obj = staged(allocator, case)
+            held = obj.payload[:chunk_bytes]
             held.zero_()
             want = bits(twin[source])
-            for move, where in ((transfer.gather, source), (transfer.scatter, target)):
+            for gathers, where in ((True, source), (False, target)):
+                move = kv.from_gpu if gathers else kv.to_gpu
+                slots = torch.tensor([4 * b + t for b in where for t in range(4)])
                 failed = False
                 try:
                     with rbln.stream(shared):
-                        move(kv, [ChunkBlocks(obj, 4 * copies, where, 0)])
+                        move(obj, 0, len(slots), kvcaches=[layer], slot_mapping=slots)
                 except RuntimeError:
                     failed = True
-                gathered = move == transfer.gather
                 now = layer.cpu()
-                right = torch.equal(held.cpu() if gathered else bits(now[where]), want)
-                mine["transfers"] += 1
-                mine["raised"] += failed
-                mine["silent"] += not failed and not right
-                mine["spurious"] += failed and right
-                if not gathered:
+                right = torch.equal(held.cpu() if gathers else bits(now[where]), want)
+                counts["transfers"] += 1
+                counts["raised"] += failed
+                counts["silent"] += not failed and not right
+                counts["spurious"] += failed and right
+                if not gathers:
                     twin[where] = now[where]
                 if failed:
                     # What a failure left is copied nowhere: over the same bytes, the
                     # next one would change nothing.
-                    for block in () if gathered else where:
+                    for block in () if gathers else where:
                         layer[block].copy_(host[block])
                         twin[block] = host[block]
                     break
             obj.ref_count_down()
-        with lock:
-            counts.update(mine)
 
-    def stand_by() -> None:
-        while not over.is_set():
-            try:
-                event = rbln.Event()
-                event.record(shared)
-                event.synchronize()
-            except RuntimeError:
-                counts["bystander"] += 1
-
-    watcher = threading.Thread(target=stand_by)
-    watcher.start()
-    workers = [threading.Thread(target=work, args=(n,)) for n in range(threads)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    over.set()
-    watcher.join()
+    counts = run_beside_waiters(shared, [partial(work, n) for n in range(threads)])
     assert allocator.memcheck()
     return {**counts, "free": allocator.free_slots, "slots": allocator.num_slots}
 
@@ -131,4 +97,5 @@ def bits(blocks: torch.Tensor) -> torch.Tensor:
 
 
 if __name__ == "__main__":
+    logging.disable(logging.ERROR)
     print(json.dumps(run(*map(int, sys.argv[1:]))))

@@ -29,13 +29,8 @@ from benchmarks._stock import load_ops
 from lmcache.v1.memory_allocators.ad_hoc_memory_allocator import AdHocMemoryAllocator
 from lmcache.v1.memory_management import MemoryFormat, MemoryObj
 from lmcache.v1.metadata import LMCacheMetadata
-from lmcache_rbln import paged_kv
-from lmcache_rbln.paged_kv import (
-    ChunkBlocks,
-    PagedKV,
-    RBLNPagedKVConnector,
-    TransferFailedError,
-)
+from lmcache_rbln import kv_cache
+from lmcache_rbln.paged_kv import RBLNPagedKVConnector, TransferFailedError
 
 pytestmark = pytest.mark.npu
 DEVICE = "rbln:0"
@@ -68,7 +63,6 @@ class Cache:
         self,
         layout: Layout,
         blocks_per_chunk: int = 2,
-        device_chunks: Any = None,
         **sizes: Any,
     ) -> None:
         self.case = Case(layout, **({"num_blocks": 9, "block_size": 4} | sizes))
@@ -79,7 +73,7 @@ class Cache:
             for seed in range(self.case.num_layers)
         ]
         self.layers = [upload(layer, DEVICE) for layer in self.host]
-        self.connector = RBLNPagedKVConnector(self.metadata, device_chunks)
+        self.connector = RBLNPagedKVConnector(self.metadata)
         self.allocated: list[MemoryObj] = []
 
     def __del__(self) -> None:
@@ -345,19 +339,6 @@ def test_a_range_that_does_not_fit_is_refused(
     assert_same_bytes(cache.layers, cache.host)
 
 
-class Recorder:
-    """A :class:`DeviceChunkTransfer` that writes down what it is asked for."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, PagedKV, list[ChunkBlocks]]] = []
-
-    def gather(self, kv: PagedKV, chunks: Sequence[ChunkBlocks]) -> None:
-        self.calls.append(("gather", kv, list(chunks)))
-
-    def scatter(self, kv: PagedKV, chunks: Sequence[ChunkBlocks]) -> None:
-        self.calls.append(("scatter", kv, list(chunks)))
-
-
 def on_device(cache: Cache, tokens: int) -> MemoryObj:
     obj = AdHocMemoryAllocator(DEVICE).allocate(
         cache.connector.get_shape(tokens), cache.case.dtype
@@ -365,22 +346,6 @@ def on_device(cache: Cache, tokens: int) -> MemoryObj:
     assert obj is not None
     cache.allocated.append(obj)
     return obj
-
-
-def test_memory_objects_on_the_device_go_to_the_device_transfer() -> None:
-    recorder = Recorder()
-    cache = Cache("blocks_first", device_chunks=recorder)
-    first, last = on_device(cache, 8), on_device(cache, 6)
-    cache.store([first, last], [7, 0, 3, 8], 14, 0)
-    cache.load([first, last], [7, 0, 3, 8], 14, 0, 4)
-    for name, kv, chunks in recorder.calls:
-        skip = 1 if name == "scatter" else 0
-        assert kv.is_over(cache.layers)
-        assert chunks == [
-            ChunkBlocks(first, 8, [7, 0], skip),
-            ChunkBlocks(last, 6, [3, 8], 0),
-        ]
-    assert [call[0] for call in recorder.calls] == ["gather", "scatter"]
 
 
 def test_memory_objects_on_the_device_without_a_transfer_for_them() -> None:
@@ -396,5 +361,5 @@ def test_over_the_operations_of_stock_lmcache(
 ) -> None:
     """Its public operations are the same; they know two layouts and whole chunks."""
     stock = load_ops()
-    monkeypatch.setattr(paged_kv, "resolve_device_ops", lambda _: stock)
+    monkeypatch.setattr(kv_cache, "resolve_device_ops", lambda _: stock)
     check(Cache(layout), [7, 0, 3, 8, 2, 5], tokens, 0, cached)

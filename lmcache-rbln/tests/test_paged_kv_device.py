@@ -1,31 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole blocks between the paged cache and staging memory, against CPU indexing."""
+"""Whole blocks between the paged cache and chunks on its device, and plain indexing."""
 
 # Standard
+from pathlib import Path
 from typing import Any
+import json
+import os
 import random
+import subprocess
+import sys
 
 # Third Party
 from kv_reference import LAYOUTS, Case, Layout, assert_same_bytes, random_bits, upload
+from rbln_sim.pytest_plugin import machine_environment
+from rds_support import device_chunks, paged_kv_of, staged
 import pytest
 import torch
 
 # First Party
-from lmcache_rbln import device_streams, paged_kv_device
-from lmcache_rbln.device_streams import DeviceStreams, InFlightError
-from lmcache_rbln.paged_kv import ChunkBlocks, PagedKV
-from lmcache_rbln.paged_kv_device import DeviceBlockTransfer
-from lmcache_rbln.storage_plugin.rds_device import RDSDevice
-from lmcache_rbln.storage_plugin.rds_staging import StagedMemoryObj, StagingAllocator
+from lmcache.v1.platform.devices.rbln.device_ops import RblnDeviceOps
+from lmcache.v1.platform.devices.rbln.block_transfer import StillInFlightError
+from lmcache_rbln.paged_kv import TransferFailedError
+from lmcache_rbln.storage_plugin.rds.staging import StagedMemoryObj, StagingAllocator
 
 pytestmark = [pytest.mark.npu, pytest.mark.deferred]
+HERE = Path(__file__).parent
 DEVICE = "rbln:0"
+CHUNK_BLOCKS = 2
 
 
 class Cache:
-    """A paged cache on the device and its twin on the host."""
+    """A paged cache on the device, its twin on the host, and a connector."""
 
-    def __init__(self, layout: Layout, **sizes: Any) -> None:
+    def __init__(
+        self, layout: Layout, chunk_blocks: int = CHUNK_BLOCKS, **sizes: Any
+    ) -> None:
         self.case = Case(layout, **({"num_blocks": 9, "block_size": 4} | sizes))
         self.axis = 1 if layout == "kv_first" else 0
         self.host = [
@@ -33,7 +42,7 @@ class Cache:
             for seed in range(self.case.num_layers)
         ]
         self.layers = [upload(layer, DEVICE) for layer in self.host]
-        self.kv = PagedKV.of(self.layers)
+        self.connector = paged_kv_of(self.case, chunk_blocks * self.case.block_size)
 
     def chunk_of(self, ids: list[int]) -> torch.Tensor:
         """The bytes that a chunk of these blocks must hold."""
@@ -41,6 +50,32 @@ class Cache:
             layer.index_select(self.axis, torch.tensor(ids)) for layer in self.host
         ]
         return torch.stack(parts).contiguous().view(torch.uint8).flatten()
+
+    def move(
+        self,
+        name: str,
+        objs: list[StagedMemoryObj],
+        ids: list[list[int]],
+        cached: int = 0,
+    ) -> None:
+        """``gather`` or ``scatter`` chunks of whole blocks of one request."""
+        size = self.case.block_size
+        blocks = [block for chunk in ids for block in chunk]
+        ends = [0]
+        for chunk in ids:
+            ends.append(ends[-1] + size * len(chunk))
+        gathers = name == "gather"
+        connector = self.connector
+        (connector.batched_from_gpu if gathers else connector.batched_to_gpu)(
+            objs,
+            ends[:-1],
+            ends[1:],
+            kvcaches=self.layers,
+            slot_mapping=torch.tensor(
+                [b * size + t for b in blocks for t in range(size)]
+            ),
+            vllm_cached_tokens=cached * size,
+        )
 
     def check(self) -> None:
         for layer, twin in zip(self.layers, self.host, strict=True):
@@ -50,23 +85,13 @@ class Cache:
 @pytest.fixture
 def allocator() -> StagingAllocator:
     pytest.importorskip("rebel.rds")
-    device = RDSDevice(torch.device(DEVICE), numa_node=0)
-    return StagingAllocator(device, 1 << 20, 64 << 10)
+    return device_chunks(64 << 10)
 
 
-def staged(
-    allocator: StagingAllocator, cache: Cache, ids: list[int], **changes: Any
-) -> ChunkBlocks:
-    obj = allocator.allocate(torch.Size([2, 2, 4, 4]), cache.case.dtype)
-    assert obj is not None
-    obj.slot.payload.fill_(0xEE)
-    fields = {"tokens": len(ids) * cache.case.block_size, "skip_blocks": 0} | changes
-    return ChunkBlocks(obj, fields["tokens"], ids, fields["skip_blocks"])
-
-
-def payload(chunk: ChunkBlocks) -> torch.Tensor:
-    assert isinstance(chunk.memory_obj, StagedMemoryObj)
-    return chunk.memory_obj.slot.payload.cpu()
+def chunk(allocator: StagingAllocator, cache: Cache) -> StagedMemoryObj:
+    obj = staged(allocator, cache.case)
+    obj.payload.fill_(0xEE)
+    return obj
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -76,14 +101,12 @@ def payload(chunk: ChunkBlocks) -> torch.Tensor:
 def test_a_chunk_holds_its_blocks_in_the_devices_order(
     allocator: StagingAllocator, layout: Layout, ids: list[int]
 ) -> None:
-    cache = Cache(layout)
-    chunk = staged(allocator, cache, ids)
-    DeviceBlockTransfer().gather(cache.kv, [chunk])
-    got, want = payload(chunk), cache.chunk_of(ids)
+    cache = Cache(layout, 5)
+    obj = chunk(allocator, cache)
+    cache.move("gather", [obj], [ids])
+    got, want = obj.payload.cpu(), cache.chunk_of(ids)
     assert torch.equal(got[: len(want)], want)
     assert (got[len(want) :] == 0xEE).all()
-    obj = chunk.memory_obj
-    assert isinstance(obj, StagedMemoryObj)
     assert obj.payload_bytes == len(want)
     assert obj.block_size == cache.case.block_size
     cache.check()
@@ -97,27 +120,19 @@ def test_scatter_writes_the_blocks_asked_for_and_no_other(
     chance = random.Random(seed)
     cache = Cache(layout, dtype=chance.choice([torch.bfloat16, torch.float16]))
     order = chance.sample(range(9), 9)
-    sources = [order[:2], order[2:4]]
-    chunks = [staged(allocator, cache, ids) for ids in sources]
-    transfer = DeviceBlockTransfer()
-    transfer.gather(cache.kv, chunks)
+    sources, targets = [order[:2], order[2:4]], [order[4:6], order[6:8]]
+    objs = [chunk(allocator, cache) for _ in sources]
+    cache.move("gather", objs, sources)
     held = [cache.chunk_of(ids) for ids in sources]
-    skip = chance.randrange(3)
-    targets = [order[4:6], order[6:8]]
-    transfer.scatter(
-        cache.kv,
-        [
-            ChunkBlocks(chunks[0].memory_obj, 8, targets[0], skip),
-            ChunkBlocks(chunks[1].memory_obj, 8, targets[1], 0),
-        ],
-    )
-    for bits, ids, skipped in zip(held, targets, (skip, 0), strict=True):
+    skip = chance.randrange(4)
+    cache.move("scatter", objs, targets, cached=skip)
+    for number, bits in enumerate(held):
         shape = list(cache.case.layer_shape)
         shape[cache.axis] = 2
         parts = bits.view(cache.case.dtype).view(cache.case.num_layers, *shape)
         for layer, part in zip(cache.host, parts, strict=True):
-            for place in range(skipped, 2):
-                layer.select(cache.axis, ids[place]).copy_(
+            for place in range(max(0, skip - 2 * number), 2):
+                layer.select(cache.axis, targets[number][place]).copy_(
                     part.select(cache.axis, place)
                 )
     cache.check()
@@ -127,63 +142,12 @@ def test_a_gather_is_ordered_before_the_next_write_to_its_blocks(
     allocator: StagingAllocator,
 ) -> None:
     cache = Cache("blocks_first")
-    chunk = staged(allocator, cache, [1, 2])
+    obj = chunk(allocator, cache)
     want = cache.chunk_of([1, 2])
-    DeviceBlockTransfer().gather(cache.kv, [chunk])
+    cache.move("gather", [obj], [[1, 2]])
     for layer in cache.layers:
         layer.copy_(torch.zeros(layer.shape, dtype=layer.dtype))
-    assert torch.equal(payload(chunk)[: len(want)], want)
-
-
-def test_what_does_not_fit_is_refused_before_a_byte_moves(
-    allocator: StagingAllocator,
-) -> None:
-    cache = Cache("blocks_first")
-    transfer = DeviceBlockTransfer()
-    good = staged(allocator, cache, [1])
-    transfer.gather(cache.kv, [good])
-    good_obj = good.memory_obj
-    for ids, why in (([9], "blocks 9 to 9 wanted"), ([-1, 3], "blocks -1 to 3")):
-        with pytest.raises(ValueError, match=why):
-            transfer.gather(cache.kv, [staged(allocator, cache, ids)])
-        with pytest.raises(ValueError, match=why):
-            transfer.scatter(cache.kv, [ChunkBlocks(good_obj, 4, ids, 0)])
-    with pytest.raises(ValueError, match="more than the staging memory's 65536"):
-        transfer.gather(cache.kv, [staged(allocator, cache, [0] * 2000)])
-    with pytest.raises(ValueError, match="written twice"):
-        transfer.scatter(
-            cache.kv,
-            [ChunkBlocks(good_obj, 4, [2], 0), ChunkBlocks(good_obj, 4, [2], 0)],
-        )
-    with pytest.raises(ValueError, match="laid out as token-major"):
-        transfer.scatter(cache.kv, [staged(allocator, cache, [1])])
-    with pytest.raises(ValueError, match="laid out as rbln-blocks-first"):
-        transfer.scatter(Cache("mla").kv, [good])
-    cache.check()
-
-
-@pytest.mark.parametrize("move", ["gather", "scatter"])
-def test_memory_with_copies_under_way_is_not_used_again(
-    allocator: StagingAllocator, monkeypatch: pytest.MonkeyPatch, move: str
-) -> None:
-    cache = Cache("blocks_first")
-    chunk = staged(allocator, cache, [1, 2])
-    transfer = DeviceBlockTransfer()
-    transfer.gather(cache.kv, [chunk])
-    streams = DeviceStreams(torch.device(DEVICE))
-
-    def drain(self: Any) -> None:
-        raise InFlightError("planted")
-
-    with monkeypatch.context() as planted:
-        planted.setattr(paged_kv_device, "streams_of", lambda device: streams)
-        planted.setattr(device_streams._OwnStream, "drain", drain)
-        with pytest.raises(InFlightError):
-            getattr(transfer, move)(cache.kv, [chunk])
-    free = allocator.free_slots
-    chunk.memory_obj.ref_count_down()
-    assert allocator.free_slots == free
-    assert allocator.memcheck()
+    assert torch.equal(obj.payload.cpu()[: len(want)], want)
 
 
 def test_a_gather_comes_behind_what_its_caller_has_queued(
@@ -192,42 +156,128 @@ def test_a_gather_comes_behind_what_its_caller_has_queued(
     cache = Cache("blocks_first")
     stream = torch.rbln.Stream(device=DEVICE)  # type: ignore[attr-defined]
     new = [layer.flip(0).contiguous().pin_memory() for layer in cache.host]
-    chunk = staged(allocator, cache, [1, 2])
+    obj = chunk(allocator, cache)
     with torch.rbln.stream(stream):  # type: ignore[attr-defined]
         for layer, host in zip(cache.layers, new, strict=True):
             layer.copy_(host, non_blocking=True)
-        DeviceBlockTransfer().gather(cache.kv, [chunk])
+        cache.move("gather", [obj], [[1, 2]])
     cache.host = new
     want = cache.chunk_of([1, 2])
-    assert torch.equal(payload(chunk)[: len(want)], want)
+    assert torch.equal(obj.payload.cpu()[: len(want)], want)
+
+
+def test_what_does_not_fit_is_refused_before_a_byte_moves(
+    allocator: StagingAllocator,
+) -> None:
+    cache = Cache("blocks_first")
+    obj = chunk(allocator, cache)
+    cache.move("gather", [obj], [[1]])
+    for name in ("gather", "scatter"):
+        with pytest.raises(TransferFailedError, match="block id 9 is outside"):
+            cache.move(name, [obj], [[9]])
+    with pytest.raises(
+        TransferFailedError, match="destinations of more than one|named twice"
+    ):
+        cache.move("scatter", [obj, obj], [[2], [2]])
+    other = chunk(allocator, cache)
+    with pytest.raises(TransferFailedError, match="laid out as token-major"):
+        cache.move("scatter", [other], [[1]])
+    with pytest.raises(TransferFailedError, match="laid out as rbln-blocks-first"):
+        Cache("mla").move("scatter", [obj], [[1]])
+    cache.check()
+    big = Cache("blocks_first", 512, num_blocks=512, num_layers=1)
+    with pytest.raises(TransferFailedError, match="chunk 0"):
+        big.move("gather", [other], [list(range(512))])
+    assert (other.payload.cpu() == 0xEE).all()
 
 
 @pytest.mark.parametrize("move", ["gather", "scatter"])
-def test_a_failure_midway_leaves_no_copy_under_way(
+def test_memory_with_copies_under_way_is_not_used_again(
     allocator: StagingAllocator, monkeypatch: pytest.MonkeyPatch, move: str
 ) -> None:
-    """What was queued before it would end in memory that is somebody else's then."""
-    cache = Cache("blocks_first", num_blocks=40)
-    chunk = staged(allocator, cache, list(range(39, 0, -2)))
-    transfer = DeviceBlockTransfer()
-    if move == "scatter":
-        transfer.gather(cache.kv, [chunk])
-    want = cache.chunk_of(chunk.block_ids)
-    runs = paged_kv_device._runs
+    cache = Cache("blocks_first")
+    obj = chunk(allocator, cache)
+    cache.move("gather", [obj], [[1, 2]])
 
-    def with_a_bad_one(*arguments: Any) -> Any:
-        yield from runs(*arguments)
-        yield torch.empty(2, device=DEVICE), torch.empty(3, device=DEVICE)
+    def fail(*arguments: Any) -> None:
+        raise StillInFlightError("planted")
 
-    stream = torch.rbln.Stream(device=DEVICE)  # type: ignore[attr-defined]
-    monkeypatch.setattr(paged_kv_device, "_runs", with_a_bad_one)
-    with (
-        torch.rbln.stream(stream),  # type: ignore[attr-defined]
-        pytest.raises(RuntimeError),
-    ):
-        getattr(transfer, move)(cache.kv, [chunk])
-    # Reading waits for no other stream.
-    assert torch.equal(payload(chunk)[: len(want)], want)
-    cache.check()
-    chunk.memory_obj.ref_count_down()
-    assert allocator.free_slots == allocator.num_slots
+    monkeypatch.setattr(RblnDeviceOps, "copy_blocks_on_device", fail)
+    with pytest.raises(TransferFailedError, match="planted"):
+        cache.move(move, [obj], [[1, 2]])
+    free = allocator.free_slots
+    obj.ref_count_down()
+    assert allocator.free_slots == free
+    assert allocator.memcheck()
+
+
+def run_with_faults(
+    folder: Path, program: str, *arguments: object, **settings: object
+) -> tuple[dict[str, Any], str]:
+    """Run a program on a machine of its own; returns what it printed and stderr."""
+    environment = machine_environment(folder, devices=1, **settings)
+    support = str(HERE.parents[1] / "tests/support")
+    environment["PYTHONPATH"] += os.pathsep + support
+    ended = subprocess.run(
+        [sys.executable, str(HERE / program), *map(str, arguments)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    return json.loads(ended.stdout.splitlines()[-1]), ended.stderr
+
+
+# (copies that fail, deferred completion, transfers, copies of each)
+SHARED = {
+    "one copy each": ("fail:d2d:p=0.002", 0, 4000, 1),
+    "many copies": ("fail:d2d:p=0.002", 0, 400, 50),
+    "late copies": ("fail:d2d:p=0.01", 1, 100, 2),
+}
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("case", SHARED)
+def test_failures_over_one_callers_stream_are_told_to_whom_they_hit(
+    tmp_path: Path, case: str
+) -> None:
+    faults, deferred, transfers, copies = SHARED[case]
+    got, errors = run_with_faults(
+        tmp_path,
+        "rds_shared_stream.py",
+        *(4, transfers, copies),
+        faults=faults,
+        deferred=deferred,
+    )
+    assert got["silent"] == got["spurious"] == got["bystander"] == 0
+    assert 0 < got["raised"] <= errors.count("strikes d2d")
+    assert got["free"] == got["slots"]
+
+
+@pytest.mark.sim
+def test_waits_that_fail_cost_no_staging_memory(tmp_path: Path) -> None:
+    got, errors = run_with_faults(
+        tmp_path,
+        "rds_shared_stream.py",
+        *(4, 2000, 2),
+        faults="fail:d2d:p=0.01,fail:sync:p=0.01",
+    )
+    assert errors.count("strikes sync") > got["bystander"] > 0  # its own
+    assert got["silent"] == 0
+    assert got["raised"] > 0
+    assert got["free"] == got["slots"]
+
+
+@pytest.mark.sim
+def test_copies_of_the_backend_fail_apart_from_the_engine(tmp_path: Path) -> None:
+    got, errors = run_with_faults(
+        tmp_path,
+        "rds_failing_copies.py",
+        *(3, 100),
+        faults="fail:d2h:p=0.05,fail:h2d:p=0.05",
+    )
+    assert errors.count("strikes d2h") > 5 and errors.count("strikes h2d") > 5
+    assert got["wrong"] == got["bystander"] == got["lost"] == 0
+    assert 300 > got["stored"] > got["restored"] > 100
+    assert got["free"] == got["slots"]

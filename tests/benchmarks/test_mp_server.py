@@ -9,7 +9,7 @@ import json
 import pytest
 
 # First Party
-from benchmarks import _mp_transfer, mp_server
+from benchmarks import _gaps, _mp_transfer, mp_server
 from benchmarks._ttft import FirstToken, break_even
 
 
@@ -37,9 +37,19 @@ def test_summary_spans_all_workers_and_takes_medians() -> None:
     assert result.restored_gb_per_s == pytest.approx(6)
     assert result.store_ms == pytest.approx(2)
     assert result.store_max_ms == pytest.approx(3)
-    assert result.restore_ms == pytest.approx(2)
+    assert result.restore_ms == result.restore_max_ms == pytest.approx(2)
     cells = mp_server.transfer_table([result]).splitlines()[-1].split()
-    assert cells == ["shm", "2", "1000.0", "1.50", "6.00", "2.00", "3.00", "2.0"]
+    assert cells[:5] == ["shm", "2", "1000.0", "1.50", "6.00"]
+    assert cells[5:] == ["2.00", "3.00", "2.00", "2.00"]
+
+
+def test_gaps_are_between_tokens() -> None:
+    times = tuple(float(n) for n in range(20)) + (24.0,)
+    gaps = _gaps.summary("none", 5 * 10**6, 3, times)
+    assert (gaps.median_ms, gaps.longest_ms) == (1000.0, 5000.0)
+    assert 1000.0 < gaps.p95_ms < 5000.0
+    cells = mp_server.gaps_table([gaps]).splitlines()[-1].split()
+    assert cells == ["none", "5.0", "3", "1000.0", f"{gaps.p95_ms:.1f}", "5000.0"]
 
 
 @pytest.mark.parametrize(
@@ -74,4 +84,4 @@ def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     found = [(t["transport"], t["workers"]) for t in written["transfers"]]
     assert found == [("shm", 2)]
     assert all(t["restored_gb_per_s"] > 0 for t in written["transfers"])
-    assert "asynchronous store" in printed.out
+    assert "asynchronous restore" in printed.out

@@ -5,6 +5,7 @@
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+import gc
 import json
 import multiprocessing
 import os
@@ -36,9 +37,17 @@ def _config(model: str) -> Any:
 
 
 def _serve(order: Path, models: Path) -> None:
+    # Third Party
+    from vllm.model_executor.models import registry
+
     # First Party
     import lmcache_rbln.integration.vllm.connector  # noqa: F401
 
+    # vLLM imports itself once more to look at a model's class, for the sake of CUDA.
+    registry._run_in_subprocess = lambda fn: fn()
+    # LMCache collects garbage as it starts, which takes longer than all the rest over
+    # what is imported here.
+    gc.freeze()
     configs: dict[str, Any] = {}
     for number, given in enumerate(json.loads(order.read_text())):
         trial = Trial(**given)
@@ -250,7 +259,10 @@ def _look_up(scheduler: Any, trial: Trial) -> str:
     number, found = 0, -1
     while found != stored and time.monotonic() < deadline:
         number += 1
-        found = client.lookup(_TOKENS, f"looked-up-{number}")
+        # As LMCache's adapter asks: -1 is a look-up that has not begun.
+        found = client.lookup_cache(f"looked-up-{number}")
+        if found == -1:
+            found = client.lookup(_TOKENS, f"looked-up-{number}")
         while found is None and time.monotonic() < deadline:
             time.sleep(0.01)
             found = client.lookup_cache(f"looked-up-{number}")

@@ -112,6 +112,8 @@ class Result:
         seconds: From the stop, or the refusal, to the end of the process.
         left: Files, segments and threads that are left.
         log: All that it said.
+        waited: Whether vLLM waited for clients of an engine that it had killed, until
+            they went away; it does so without a connector too.
     """
 
     trial: str
@@ -119,6 +121,7 @@ class Result:
     seconds: float
     left: list[str]
     log: str
+    waited: bool = False
 
 
 def run(

@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Campaign: refused starts and stops, of each kind many times.
 
-    python -m tests.campaigns.start_stop --times 50
+    python -m tests.campaigns.start_stop --times 50 --engine-times 50 --jobs 2
     python -m tests.campaigns.start_stop --only rds --times 5
 
 Nothing may abort, hang, take more than ten seconds or leave a socket, a segment or a
-thread. Kinds whose names begin with ``serve`` or ``offline`` start real engines, half a
-minute each; ``--engine-times`` says how often.
+thread; what is drained is answered whole. Kinds whose names begin with ``serve`` or
+``offline`` start real engines, of which ``--jobs`` run at a time. They are forks of a
+process that has vLLM imported, unless ``--unforked``. Without a connector
+(``serve-none``) they show what is vLLM's own: it kills its engine at once and may wait
+for clients of requests that have no end then. Here the clients go away after five
+seconds, and it must end.
 """
 
 # Standard
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 import argparse
 import functools
@@ -21,12 +26,13 @@ import sys
 import tempfile
 
 # First Party
-from examples.rbln_demo import tiny_models
-from examples.rbln_demo.runtime import Runtime, find_runtime, own_machine
 from tests.campaigns import connector_trials, engine_trials
 from tests.campaigns.connector_trials import ENDS, TIERS, Result, Trial, problems, rds
-from tests.campaigns.engine_trials import Stop
+from tests.campaigns.engine_trials import CONNECTOR, MP_CONNECTOR, Stop
 from tests.e2e.serving import serving_environment
+from tests.support.forked_programs import ForkedPrograms
+from tests.support.serving import processes, tiny_models
+from tests.support.serving.runtime import Runtime, find_runtime, own_machine
 
 WITHIN_S = 10.0
 
@@ -129,6 +135,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--times", type=int, default=50, help="trials of each kind")
     parser.add_argument("--engine-times", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=1, help="engines at a time")
+    parser.add_argument("--unforked", action="store_true", help="start engines anew")
+    parser.add_argument(
+        "--within", type=float, default=WITHIN_S, help="seconds that an end may take"
+    )
     parser.add_argument("--only", nargs="*", default=(), help="words in the names")
     parser.add_argument("--folder", type=Path, help="where logs go and stay")
     options = parser.parse_args(argv)
@@ -136,29 +147,51 @@ def main(argv: Sequence[str] | None = None) -> int:
     wrong = 0
     if chosen := trials(options.times, options.only):
         wrong += component(folder / "component", chosen)
-    return wrong + engines(folder, options.engine_times, options.only)
+    return wrong + engines(folder, options)
 
 
-def engines(folder: Path, times: int, only: Sequence[str]) -> int:
+def engines(folder: Path, options: argparse.Namespace) -> int:
     """Run trials with real engines; return how many were wrong."""
-    runtime = find_runtime()
-    wrong = 0
-    for name, (run, statuses, last) in engine_kinds(runtime).items():
-        if only and not any(word in name for word in only):
-            continue
-        for time in range(times):
-            result = run(folder / f"{name}-{time}")
-            found = problems(result, statuses, WITHIN_S if last is None else 120.0)
-            lines = result.log.strip().splitlines()
-            if last is not None and last not in lines[-1]:
-                found.append(f"the last line is {lines[-1]!r}, wanted {last!r}")
-            wrong += bool(found)
-            print(
-                f"{name:45s} status {result.status} in {result.seconds:.2f} s "
-                f"{'; '.join(found) or 'ok'}",
-                flush=True,
-            )
-    return wrong
+    kinds = engine_kinds(find_runtime())
+    names = [n for n in kinds if not options.only or any(w in n for w in options.only)]
+    seen: dict[str, list[Result]] = defaultdict(list)
+    wrong: Counter[str] = Counter()
+
+    def run(trial: tuple[int, str]) -> None:
+        number, name = trial
+        begin, statuses, last = kinds[name]
+        result = begin(folder / f"{name}-{number}")
+        found = problems(result, statuses, options.within if last is None else 120.0)
+        lines = result.log.strip().splitlines()
+        if last is not None and last not in lines[-1]:
+            found.append(f"the last line is {lines[-1]!r}, wanted {last!r}")
+        seen[name].append(result)
+        wrong[name] += bool(found)
+        waited = "ok, vLLM waited for its clients" if result.waited else "ok"
+        print(
+            f"{name:45s} status {result.status} in {result.seconds:.2f} s "
+            f"{'; '.join(found) or waited}",
+            flush=True,
+        )
+
+    trials = [(time, name) for time in range(options.engine_times) for name in names]
+    programs = ForkedPrograms()
+    if not options.unforked:
+        processes.launch = programs.start
+    try:
+        engine_trials.model_in(folder)
+        with ThreadPoolExecutor(options.jobs) as pool:
+            list(pool.map(run, trials))
+    finally:
+        programs.close()
+    for name, results in seen.items():
+        slowest = max(result.seconds for result in results)
+        waited = sum(result.waited for result in results)
+        print(
+            f"{name:45s} {len(results):4d} times, {wrong[name]} wrong, slowest "
+            f"{slowest:5.2f} s, waited for clients {waited} times"
+        )
+    return wrong.total()
 
 
 Run = Callable[[Path], Result]
@@ -174,27 +207,33 @@ def engine_kinds(
         run = functools.partial(engine_trials.serve, runtime, stop=stop)
         kinds[stop.name] = (run, statuses, last)
 
-    drain = ("--shutdown-timeout", "30")
-    for tier in ("none", "cpu", "rds", "async"):
-        env = TIERS.get(tier, {})
+    for tier in ("none", "cpu", "rds", "async", "mp", "none-on-two", "cpu-on-two"):
+        bare, _, two = tier.partition("-on-")
+        connector = {"none": None, "mp": MP_CONNECTOR}.get(bare, CONNECTOR)
+        ranks = 2 if two else 1
         for number in (signal.SIGINT, signal.SIGTERM):
-            for args in ((), drain):
+            for drains in (0, 30):
                 for busy in (False, True):
                     words = ["serve", tier, number.name]
-                    words += ["drain"] * bool(args) + ["busy"] * busy
-                    connector = tier != "none"
-                    stop = Stop("-".join(words), env, number, args, busy, connector)
+                    words += ["drain"] * bool(drains) + ["busy"] * busy
+                    env = TIERS.get(bare, {})
+                    stop = Stop("-".join(words), env, number, drains, busy)
+                    stop.connector, stop.ranks = connector, ranks
                     add(stop, CLEAN, None)
     for name, (env, extra, named) in REFUSALS.items():
         if not extra and name in SERVED_REFUSALS:
             add(Stop(f"serve-refused-{name}", env, None), REFUSED, named)
     for end in ("scope", "interpreter"):
-        for several in ("0", "1"):
+        for several in (False, True):
             for tier in ("cpu", "rds"):
-                name = f"offline-{tier}-{end}-{'several' if several == '1' else 'one'}"
-                env = TIERS[tier] | {"VLLM_ENABLE_V1_MULTIPROCESSING": several}
+                name = f"offline-{tier}-{end}-{'several' if several else 'one'}"
                 run = functools.partial(
-                    engine_trials.offline, runtime, name=name, end=end, more=env
+                    engine_trials.offline,
+                    runtime,
+                    name=name,
+                    end=end,
+                    several=several,
+                    tier=TIERS[tier],
                 )
                 kinds[name] = (run, CLEAN, None)
     return kinds

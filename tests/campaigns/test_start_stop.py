@@ -26,23 +26,29 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "mla": {"model": "mla"},
     "two-ranks": {"ranks": 2},
 }
+#: In the campaign alone: nobody's storage, and threads like others here.
+LEFT_OUT = ("mock", "statistics")
 STOPS = [
-    *(Trial(tier, env, end="engine-ends") for tier, env in TIERS.items()),
+    *(
+        Trial(tier, env, end="engine-ends")
+        for tier, env in TIERS.items()
+        if tier not in LEFT_OUT
+    ),
     *(
         Trial(f"{tier}-{name}", TIERS[tier], end="engine-ends", **changes)
-        for tier in ("cpu", "disk", "remote", "rds")
+        for tier in ("cpu", "rds")
         for name, changes in VARIANTS.items()
     ),
     *(
-        Trial(f"{tier}-{role}", TIERS[tier], end="engine-ends", role=role)
-        for tier in ("cpu", "rds")
-        for role in ("kv_producer", "kv_consumer")
-    ),
-    *(
-        Trial(f"{tier}-async", TIERS[tier] | TIERS["async"], end="engine-ends")
+        Trial(f"{tier}-two-ranks", TIERS[tier], end="engine-ends", ranks=2)
         for tier in ("disk", "remote")
     ),
-    *(Trial(f"{tier}-stopped", TIERS[tier]) for tier in ("cpu", "rds-busy")),
+    *(
+        Trial(f"cpu-{role}", end="engine-ends", role=role)
+        for role in ("kv_producer", "kv_consumer")
+    ),
+    Trial("remote-async", TIERS["remote"] | TIERS["async"], end="engine-ends"),
+    Trial("rds-busy-stopped", TIERS["rds-busy"]),
     Trial("rds-async-process-ends", TIERS["rds-async"], end="process-ends"),
 ]
 FAILED = [

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 # First Party
-from examples.rbln_demo.runtime import Runtime, find_runtime
+from tests.support.serving import processes
+from tests.support.serving.runtime import Runtime, find_runtime
 
 if TYPE_CHECKING:
     # First Party
@@ -41,6 +42,22 @@ def runtime() -> Runtime:
     """
     found = find_runtime()
     return replace(found, env={"RBLN_SIM_DEFERRED": "latest", **found.env})
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_servers(runtime: Runtime) -> Iterator[None]:
+    """Start servers as forks of a process that has vLLM imported."""
+    # First Party
+    from tests.support.forked_programs import ForkedPrograms
+
+    if not runtime.simulated:
+        yield
+        return
+    programs = ForkedPrograms()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processes, "launch", programs.start)
+        yield
+    programs.close()
 
 
 @pytest.fixture(scope="session")

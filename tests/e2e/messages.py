@@ -29,6 +29,7 @@ LOGGED: dict[str, tuple[str, ...]] = {
         "worker",
     ),
     "misfit": ("LMCache chunk size ... must be a multiple of",),
+    "windows": ("a sliding window of ... is not supported on RBLN, wanted full",),
     # RBLNLMCacheConnectorV1
     "without-model-impl": ("Unsupported connector type: RBLNLMCacheConnectorV1",),
     "without-hash-seed": ("PYTHONHASHSEED must have a fixed value",),
@@ -39,6 +40,7 @@ LOGGED: dict[str, tuple[str, ...]] = {
     "another-device": (
         "LMCACHE_DEVICE_BACKEND=... is registered but not available on this host",
     ),
+    "windows-in-process": ("the KV cache is of ... wanted full attention",),
     "no-tier": ("no storage tier is on",),
     "too-small-a-tier": ("the CPU tier has ... bytes, wanted ... for one chunk",),
     "broken-plugin": (

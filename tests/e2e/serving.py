@@ -8,11 +8,18 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 import atexit
+import json
 import shutil
 import tempfile
 
 # First Party
-from examples.rbln_demo import runtime as demo
+from tests.support.serving import runtime as demo
+
+#: Makes a model of sliding windows of the tiny ``llama``.
+SLIDING_WINDOWS = (
+    "--hf-overrides",
+    json.dumps({"layer_types": ["sliding_attention"] * 2, "sliding_window": 128}),
+)
 
 
 def serving_environment(

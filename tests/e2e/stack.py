@@ -2,7 +2,8 @@
 """An LMCache server and a vLLM engine on an NPU, as the end-to-end tests use them."""
 
 # Standard
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 import json
@@ -13,18 +14,18 @@ import time
 import torch
 
 # First Party
-from examples.rbln_demo import tiny_models
-from examples.rbln_demo.client import Completion
-from examples.rbln_demo.procfs import session_members
-from examples.rbln_demo.runtime import Runtime, own_machine
-from examples.rbln_demo.servers import (
+from tests.e2e.kv_blocks import Transfer, blocks_of, read_transfers
+from tests.e2e.serving import serving_environment
+from tests.support.serving import tiny_models
+from tests.support.serving.client import Completion
+from tests.support.serving.procfs import session_members
+from tests.support.serving.runtime import Runtime, own_machine
+from tests.support.serving.servers import (
     CacheServer,
     CacheServerConfig,
     Engine,
     EngineConfig,
 )
-from tests.e2e.kv_blocks import Transfer, blocks_of, read_transfers
-from tests.e2e.serving import serving_environment
 
 ENGINE_SIDE = Path(__file__).parent / "engine_side"
 HITS = "vllm:external_prefix_cache_hits_total"
@@ -55,6 +56,7 @@ class StackConfig:
         prefix_caching: As of ``EngineConfig``; ``None`` is how users start it.
         max_batched_tokens: Prompt tokens computed in one step. Less than a block makes
             vLLM-RBLN find parts of a block on the NPU too.
+        load_failure_policy: As of ``EngineConfig``.
     """
 
     name: str
@@ -69,6 +71,7 @@ class StackConfig:
     num_blocks: int = 14
     prefix_caching: bool | None = None
     max_batched_tokens: int = BLOCK_SIZE
+    load_failure_policy: str | None = "recompute"
 
     @property
     def chunk_size(self) -> int:
@@ -125,7 +128,7 @@ class Stack:
                 connector_module="probe_connector",
                 connector_config={"lmcache.mp.heartbeat_interval": 2.0},
                 prefix_caching=config.prefix_caching,
-                load_failure_policy="recompute",
+                load_failure_policy=config.load_failure_policy,
                 extra_args=config.engine_args,
             ),
             self.cache.port,
@@ -268,6 +271,21 @@ class Stack:
     def fail_next_load(self) -> None:
         """Let the engine's next load fail when the KV is copied to the NPU."""
         (self.probe_folder / "fail-next-load").touch()
+
+    @contextmanager
+    def hold_next_load(self) -> Iterator[None]:
+        """Hold the engine's next load, right before it writes, until the end."""
+        order = self.probe_folder / "hold-next-load"
+        order.touch()
+        try:
+            yield
+        finally:
+            order.unlink(missing_ok=True)
+            (self.probe_folder / "load-held").unlink(missing_ok=True)
+
+    def wait_held(self) -> None:
+        """Wait until a load is held."""
+        wait_until((self.probe_folder / "load-held").exists, "a load is held")
 
     def transfers(self) -> list[Transfer]:
         """Everything that the engine stored and restored so far."""

@@ -6,8 +6,8 @@ from pathlib import Path
 import os
 
 # First Party
-from examples.rbln_demo.runtime import Runtime
 from tests.e2e.stack import Stack, StackConfig
+from tests.support.serving.runtime import Runtime
 
 STACKS = {
     # As the user page says, prefix caching included; blocks-first KV, pinned backend.
@@ -28,8 +28,11 @@ STACKS = {
         engine_args=("--distributed-executor-backend", "mp"),
         max_batched_tokens=64,
     ),
-    # Without the NPU's own cache, as the demo starts it.
-    "mla": StackConfig("mla", model="mla", prefix_caching=False),
+    # Without the NPU's own cache, as the demo starts it; a load that fails fails its
+    # request, as vLLM does by default.
+    "mla": StackConfig(
+        "mla", model="mla", prefix_caching=False, load_failure_policy=None
+    ),
 }
 
 

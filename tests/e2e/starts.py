@@ -1,52 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Commands that end by themselves: ``vllm serve`` and ``lmcache server`` that refuse.
 
-Importing vLLM takes longer than such a start does, so it is done once: every
-``vllm serve`` is forked from a process that has it imported, and is an ordinary one
-from there on. What vLLM's packages read of the environment at their import is that of
-the first process; a start that differs there asks for a process of its own.
+Importing vLLM takes longer than such a start does, so it is done once, see
+``tests.support.forked_programs``. What vLLM's packages read of the environment at their
+import is that of the first start; one that differs there asks for a process of its own.
 """
 
 # Standard
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-import json
 import os
 import signal
 import subprocess
 import sys
-import threading
 
-_FORK_ON_REQUEST = """
-import json, os, sys
-
-# What is imported writes to stdout too.
-answers = os.fdopen(os.dup(1), "w")
-os.dup2(2, 1)
-
-from vllm.entrypoints.cli.main import main
-import vllm.entrypoints.openai.api_server
-
-for line in sys.stdin:
-    job = json.loads(line)
-    child = os.fork()
-    if child == 0:
-        os.setsid()
-        os.chdir(job["folder"])
-        log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        os.environ.clear()
-        os.environ.update(job["env"])
-        sys.argv = job["command"]
-        sys.exit(main())
-    print(child, file=answers, flush=True)
-    _, status = os.waitpid(child, 0)
-    print(os.waitstatus_to_exitcode(status), file=answers, flush=True)
-"""
+# First Party
+from tests.support.forked_programs import Forker
 
 
 @dataclass(frozen=True)
@@ -77,7 +47,7 @@ class Starts:
         self.env = dict(env)
         self.folder = folder
         self._timeout_s = timeout_s
-        self._forker: subprocess.Popen[str] | None = None
+        self._forker: Forker | None = None
 
     def vllm_serve(
         self, name: str, arguments: list[str], env: Mapping[str, str | None]
@@ -90,32 +60,16 @@ class Starts:
             env: Changes of the environment; ``None`` takes a variable away.
         """
         if self._forker is None:
-            self._forker = subprocess.Popen(
-                [sys.executable, "-c", _FORK_ON_REQUEST],
-                cwd=self.folder,
-                env=self.env,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-        assert self._forker.stdin is not None
-        assert self._forker.stdout is not None
+            self._forker = Forker(self.env)
         log = self.folder / f"{name}.log"
-        job: dict[str, Any] = {
-            "command": ["vllm", "serve", *arguments],
-            "env": self._environment(env),
-            "folder": str(self.folder),
-            "log": str(log),
-        }
-        self._forker.stdin.write(json.dumps(job) + "\n")
-        self._forker.stdin.flush()
-        leader = int(self._forker.stdout.readline())
-        too_late = threading.Timer(self._timeout_s, os.killpg, (leader, signal.SIGKILL))
-        too_late.start()
+        command = [_script("vllm"), "serve", *arguments]
+        env_of_it = self._environment(env)
+        started = self._forker.fork(command, env_of_it, self.folder, log)
         try:
-            status = int(self._forker.stdout.readline())
-        finally:
-            too_late.cancel()
+            status = started.wait(self._timeout_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(started.pid, signal.SIGKILL)
+            status = started.wait()
         return Ended(status, log.read_text(errors="replace"))
 
     def run(self, command: list[str], env: Mapping[str, str | None]) -> Ended:
@@ -125,9 +79,8 @@ class Starts:
             command: A console script of this environment, and its arguments.
             env: Changes of the environment; ``None`` takes a variable away.
         """
-        program = Path(sys.executable).parent / command[0]
         ended = subprocess.run(
-            [str(program), *command[1:]],
+            [_script(command[0]), *command[1:]],
             cwd=self.folder,
             env=self._environment(env),
             stdin=subprocess.DEVNULL,
@@ -142,8 +95,13 @@ class Starts:
     def close(self) -> None:
         """End the process that starts are forked from."""
         if self._forker is not None:
-            self._forker.communicate("")
+            self._forker.close()
 
     def _environment(self, changes: Mapping[str, str | None]) -> dict[str, str]:
         merged: dict[str, str | None] = {**self.env, **changes}
         return {name: value for name, value in merged.items() if value is not None}
+
+
+def _script(name: str) -> str:
+    """Path of a console script of this environment."""
+    return str(Path(sys.executable).parent / name)

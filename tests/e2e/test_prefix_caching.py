@@ -14,6 +14,7 @@ import pytest
 # First Party
 from tests.e2e.kv_blocks import assert_same_blocks
 from tests.e2e.stack import BLOCK_SIZE, Stack
+from tests.support.serving.client import RequestFailedError
 
 BOTH = pytest.mark.parametrize("stack", ["blocks-first", "kv-first"], indirect=True)
 SUB_BLOCKS = pytest.mark.parametrize("stack", ["kv-first"], indirect=True)
@@ -128,6 +129,42 @@ def test_a_load_that_fails_is_computed_again(stack: Stack) -> None:
     assert stack.hits() - before == 2 * stack.config.chunk_size
 
 
+@pytest.mark.parametrize("stack", ["mla"], indirect=True)
+def test_a_load_that_fails_ends_its_request_alone(stack: Stack) -> None:
+    prompt = stack.prompt(2 * stack.config.chunk_size + 5, "failed load")
+    [cold] = stack.cold([prompt])
+    stack.fail_next_load()
+    with pytest.raises(RequestFailedError):
+        stack.warm([prompt])
+    [warm] = stack.warm([prompt])
+    assert warm.token_ids == cold.token_ids
+
+
+@BOTH
+def test_a_client_that_hangs_up_while_its_prompt_loads(stack: Stack) -> None:
+    """Meanwhile others are served, and its blocks stay its own until the load ends."""
+    prompt = stack.prompt(2 * stack.config.chunk_size + 5, "hangs up loading")
+    other = stack.prompt(200, "served meanwhile")
+    [cold] = stack.cold([prompt])
+    [alone] = stack.cold([other])
+    stack.forget_local()
+    held = stack.cache.memory()["total_object_count"]
+    loads = len(stack.transfers())
+    with stack.hold_next_load():
+        connection = send(stack, prompt)
+        stack.wait_held()
+        [meanwhile] = stack.engine.complete([other], 12)
+        assert meanwhile.token_ids == alone.token_ids
+        connection.close()
+        [again] = stack.engine.complete([other], 12)
+        assert again.token_ids == alone.token_ids
+        assert len(stack.transfers()) == loads, "reported before it had ended"
+    stack.cache.wait_stored(held)
+    [warm] = stack.warm([prompt])
+    assert warm.token_ids == cold.token_ids
+    assert_same_blocks(stack.stored_blocks(prompt), stack.restored_blocks(prompt))
+
+
 @SUB_BLOCKS
 def test_a_client_that_hangs_up_leaves_nothing_locked(stack: Stack) -> None:
     """Its request waits for blocks of the NPU, looked up and never loaded."""
@@ -166,15 +203,8 @@ def waits_with_locks(
         if until():
             return False
         time.sleep(0.02)
-    connection = HTTPConnection("127.0.0.1", stack.engine.port, timeout=300)
-    body = {"model": stack.engine.served_name, "prompt": prompt, "max_tokens": 5}
+    connection = send(stack, prompt)
     try:
-        connection.request(
-            "POST",
-            "/v1/completions",
-            json.dumps(body),
-            {"Content-Type": "application/json"},
-        )
         while not until():
             if stack.cache.memory()["read_locked_count"]:
                 return not until()
@@ -182,3 +212,16 @@ def waits_with_locks(
         return False
     finally:
         connection.close()
+
+
+def send(stack: Stack, prompt: list[int]) -> HTTPConnection:
+    """Send a prompt, and wait for nothing."""
+    connection = HTTPConnection("127.0.0.1", stack.engine.port, timeout=300)
+    body = {"model": stack.engine.served_name, "prompt": prompt, "max_tokens": 5}
+    connection.request(
+        "POST",
+        "/v1/completions",
+        json.dumps(body),
+        {"Content-Type": "application/json"},
+    )
+    return connection

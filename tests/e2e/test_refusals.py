@@ -14,11 +14,12 @@ import sys
 import pytest
 
 # First Party
-from examples.rbln_demo.processes import ServerFailedError
-from examples.rbln_demo.runtime import Runtime, find_runtime, own_machine
-from tests.e2e.messages import assert_logged
+from tests.e2e.messages import assert_logged_last
+from tests.e2e.serving import SLIDING_WINDOWS
 from tests.e2e.stack import BLOCK_SIZE, Stack, StackConfig
 from tests.e2e.stack_pool import StackPool
+from tests.support.serving.processes import ServerFailedError
+from tests.support.serving.runtime import Runtime, find_runtime, own_machine
 
 HOLD_AN_NPU = """
 import sys, torch
@@ -58,36 +59,31 @@ def own_stack(config: StackConfig, runtime: Runtime, folder: Path) -> Stack:
     return Stack(config, runtime, folder, f"rbln_e2e_{os.getpid()}_{config.name}")
 
 
-def test_lmcache_driven_fails_at_validation(runtime: Runtime, folder: Path) -> None:
-    config = StackConfig(
-        "lmcache-driven",
-        transfer_mode="auto",
-        env={"LMCACHE_MP_TRANSFER_MODE": "lmcache_driven"},
-    )
+def refused(config: StackConfig, runtime: Runtime, folder: Path) -> Stack:
+    """Start a stack whose engine refuses, under the name of its start."""
     stack = own_stack(config, runtime, folder)
     try:
-        with pytest.raises(ServerFailedError) as failure:
+        with pytest.raises(ServerFailedError, match="ended with status 1"):
             stack.start()
     finally:
         stack.stop()
-    reason = str(failure.value)
-    assert "engine_driven" in reason
-    assert_logged("lmcache-driven", stack.engine.process.log())
+    assert_logged_last(config.name, stack.engine.process.log())
+    return stack
+
+
+def test_lmcache_driven_fails_at_validation(runtime: Runtime, folder: Path) -> None:
+    driven = {"LMCACHE_MP_TRANSFER_MODE": "lmcache_driven"}
+    config = StackConfig("lmcache-driven", transfer_mode="auto", env=driven)
+    refused(config, runtime, folder)
 
 
 def test_a_server_that_serves_other_workers_alone(
     runtime: Runtime, folder: Path
 ) -> None:
-    """Its default mode; the worker does not wait for an answer that never comes."""
+    """Its default mode, in which it drops a registration without a word."""
     config = StackConfig("unserved", transfer_mode="lmcache_driven")
-    stack = own_stack(config, runtime, folder)
-    try:
-        with pytest.raises(ServerFailedError):
-            stack.start()
-        assert_logged("unserved", stack.engine.process.log())
-        assert "No handler registered" in stack.cache.process.log()
-    finally:
-        stack.stop()
+    stack = refused(config, runtime, folder)
+    assert "No handler registered" in stack.cache.process.log()
 
 
 @dataclass(frozen=True)
@@ -101,32 +97,12 @@ class Misfit(StackConfig):
 
 
 def test_a_chunk_that_is_no_multiple_of_a_block(runtime: Runtime, folder: Path) -> None:
-    stack = own_stack(Misfit("misfit"), runtime, folder)
-    try:
-        with pytest.raises(ServerFailedError):
-            stack.start()
-        assert_logged("misfit", stack.engine.process.log())
-    finally:
-        stack.stop()
+    refused(Misfit("misfit"), runtime, folder)
 
 
-def test_a_server_in_the_wrong_mode_is_named(runtime: Runtime, folder: Path) -> None:
-    """It drops the registration without a word, which took 300 s to be noticed."""
-    config = StackConfig("wrong-mode", transfer_mode="lmcache_driven")
-    stack = own_stack(config, runtime, folder)
-    try:
-        with pytest.raises(ServerFailedError, match="ended with status 1"):
-            stack.start()
-        assert "No handler registered" in stack.cache.process.log()
-    finally:
-        stack.stop()
-    log = stack.engine.process.log()
-    said = [line for line in log.splitlines() if line.startswith("(EngineCore")]
-    wanted = (
-        "The LMCache server answers, but not to the registration of an engine-driven "
-        "worker. Start the server with `--supported-transfer-mode engine_driven`"
-    )
-    assert wanted in said[-1], log
+def test_a_model_of_sliding_windows(runtime: Runtime, folder: Path) -> None:
+    config = StackConfig("windows", model="llama", engine_args=SLIDING_WINDOWS)
+    refused(config, runtime, folder)
 
 
 @pytest.mark.sim

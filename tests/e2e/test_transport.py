@@ -5,9 +5,9 @@
 import pytest
 
 # First Party
-from examples.rbln_demo.servers import SHM_PREFIX, transport_of
 from tests.e2e.kv_blocks import assert_same_blocks
 from tests.e2e.stack import Stack
+from tests.support.serving.servers import SHM_PREFIX, transport_of
 
 ALL = pytest.mark.parametrize(
     "stack", ["blocks-first", "kv-first", "mla"], indirect=True
@@ -29,8 +29,8 @@ def test_shared_memory_is_used(stack: Stack) -> None:
 def test_transfer_is_engine_driven(stack: Stack) -> None:
     engine = stack.engine.process.log()
     assert "Creating transfer context (device_type=rbln, mode=engine_driven)" in engine
-    # torch-rbln has streams and events, so stores run beside the next forward.
-    assert "Using AsyncEngineDrivenTransferContext for store path" in engine
+    # torch-rbln has streams and events, so transfers run beside the next forward.
+    assert "Using RblnTransferContext for store path" in engine
     assert (
         f"Supported transfer mode: {stack.config.transfer_mode}"
         in stack.cache.process.log()

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 import importlib.util
 import random
+import threading
 
 # Third Party
+from kv_reference import Case
 import pytest
 import torch
 
@@ -19,7 +21,9 @@ from lmcache.utils import CacheEngineKey
 from lmcache.v1.config import LMCacheEngineConfig
 from lmcache.v1.metadata import LMCacheMetadata
 from lmcache_rbln.storage_plugin.rds_backend import RDSBackend
-from lmcache_rbln.storage_plugin.rds_staging import StagedMemoryObj
+from lmcache_rbln.paged_kv import RBLNPagedKVConnector
+from lmcache_rbln.storage_plugin.rds.device import RDSDevice, Region
+from lmcache_rbln.storage_plugin.rds.staging import StagedMemoryObj, StagingAllocator
 
 MIB = 1 << 20
 # 2 planes x 2 layers x 128 tokens x 2 heads x 64 x 2 bytes = 128 KiB.
@@ -144,6 +148,22 @@ class Engine:
         for future in self.submit(*numbers) or []:
             future.result(timeout=10)
 
+    def hold_writes(self, until: threading.Event) -> None:
+        """Let the thread that writes do nothing before an event."""
+        writer = self.backend._store._writer
+        assert writer is not None
+        writer.submit(until.wait)
+
+    def wait_for_writes(self) -> None:
+        """Wait for all that was handed to the thread that writes, if there is one."""
+        writer = self.backend._store._writer
+        if writer is not None:
+            writer.submit(lambda: None).result(timeout=60)
+
+    def region(self, number: int) -> Region:
+        """Where a chunk is on the NVMe."""
+        return self.backend._store.index._entries[key_of(number)].region
+
     def load(self, *numbers: int) -> list[bool]:
         """Restore chunks; returns which came back, with exactly their bytes."""
         objs = self.backend.batched_get_blocking([key_of(n) for n in numbers])
@@ -166,13 +186,38 @@ class Engine:
 
     def metric(self, name: str) -> float:
         """Value of a counter or gauge."""
-        return float(self.backend._metrics._metrics[name]._value.get())
+        return float(self.backend._metrics[name]._value.get())
 
     def assert_idle(self) -> None:
         """Nothing holds staging memory, and every slot is accounted for."""
         allocator = self.backend._allocator
         assert allocator.memcheck()
         assert allocator.free_slots == allocator.num_slots
+
+
+def paged_kv_of(case: Case, chunk_tokens: int) -> RBLNPagedKVConnector:
+    """A connector to a paged cache."""
+    shape = (case.num_layers, case.planes, chunk_tokens, case.heads, case.head_size)
+    metadata = metadata_of(
+        kv_dtype=case.dtype,
+        kv_shape=shape,
+        use_mla=case.layout == "mla",
+        chunk_size=chunk_tokens,
+    )
+    return RBLNPagedKVConnector(metadata)
+
+
+def device_chunks(chunk_bytes: int) -> StagingAllocator:
+    """1 MiB of staging memory."""
+    device = RDSDevice(torch.device("rbln:0"), numa_node=0)
+    return StagingAllocator(device, MIB, chunk_bytes)
+
+
+def staged(allocator: StagingAllocator, case: Case) -> StagedMemoryObj:
+    """A chunk in staging memory, of any shape."""
+    obj = allocator.allocate(torch.Size([2, 1, 4, 4]), case.dtype)
+    assert obj is not None
+    return obj
 
 
 MakeEngine = Callable[..., Engine]
@@ -202,8 +247,7 @@ def damage(engine: Engine, number: int, change: Change) -> None:
         number: Of the chunk.
         change: Changes the region's bytes, its header first.
     """
-    entry = engine.backend._index._entries[key_of(number)]
-    path, start = entry.region.chunk.sim_location
+    path, start = engine.region(number).chunk.sim_location
     with open(path, "r+b") as file:
         file.seek(start)
         data = bytearray(file.read(REGION_BYTES))

@@ -2,7 +2,6 @@
 """The scheduler side of the in-process connector without an engine."""
 
 # Standard
-from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -60,12 +59,12 @@ def scheduler_side(lookup: Any, block_size: int, chunk_size: int) -> Any:
     )
     transfer_config = SimpleNamespace(kv_load_failure_policy="recompute")
     vars(connector).update(
-        _vllm_config=SimpleNamespace(kv_transfer_config=transfer_config),
+        _vllm_config=SimpleNamespace(
+            kv_transfer_config=transfer_config,
+            cache_config=SimpleNamespace(block_size=block_size),
+        ),
         _lmcache_engine=inner,
         _settings=Settings(),
-        _views={},
-        _dropped_lookups=[],
-        _recovered_blocks=[],
-        _given_up=deque([[]]),
     )
+    connector.begin_requests()
     return connector

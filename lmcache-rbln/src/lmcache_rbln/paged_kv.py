@@ -5,11 +5,8 @@ Host memory objects hold a chunk in LMCache's token-major layout, ``[2, L, T, NH
 or ``[1, L, T, HS]`` for MLA. They are filled and read by the active device's public
 ``DeviceOps.multi_layer_block_kv_transfer``, one call per request.
 
-A storage backend may hand out memory objects *on the device* instead, in whatever
-layout suits it: nothing but the same device reads them. They go to a
-:class:`DeviceChunkTransfer`, given to :class:`RBLNPagedKVConnector` when it is made
-(``integration/vllm/service.py``). Which way a memory object goes is decided by the
-device of its tensor and by nothing else.
+A storage backend may hand out memory objects *on the device* instead
+(``device_chunks.py``). Which way one goes is decided by the device of its tensor.
 """
 
 # Future
@@ -17,33 +14,18 @@ from __future__ import annotations
 
 # Standard
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any
 
 # Third Party
 import torch
 
 # First Party
-from lmcache.lmcache_native import EngineKVFormat, TransferDirection
-from lmcache.utils import EngineType
+from lmcache.lmcache_native import TransferDirection
 from lmcache.v1.gpu_connector.gpu_connectors import GPUConnectorInterface
-from lmcache.v1.gpu_connector.utils import (
-    get_block_size,
-    get_device,
-    get_dtype,
-    get_head_size,
-    get_kv_size,
-    get_num_blocks,
-    get_num_heads,
-    get_num_layers,
-    make_page_buffer_shape_desc,
-    normalize_kv_and_discover_format,
-)
 from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.metadata import LMCacheMetadata
-from lmcache.v1.platform import resolve_device_ops
-from lmcache.v1.platform.base.device_ops import DeviceOps
-from lmcache.v1.platform.ops_types import PageBufferShapeDesc
+from lmcache_rbln.device_chunks import move_on_device
+from lmcache_rbln.kv_cache import ChunkBlocks, PagedKV, tensor_of
 
 
 class TransferFailedError(RuntimeError):
@@ -58,117 +40,6 @@ class TransferFailedError(RuntimeError):
         self.memory_objs = list(memory_objs)
 
 
-@dataclass(frozen=True)
-class PagedKV:
-    """vLLM's paged KV cache, as far as a transfer must know it.
-
-    Attributes:
-        source: The tensors that vLLM registered, one per layer.
-        layers: The same storage in the shape that ``kv_format`` describes.
-        kv_format: Layout of the layers.
-        shape_desc: LMCache's description of the layers.
-        ops: Operations of the device that holds them.
-        device: Device that holds the layers.
-        dtype: Type of an element.
-        planes: 2 for keys and values, 1 for MLA.
-        block_size: Tokens per block.
-        num_blocks: Blocks per layer.
-        hidden_size: Elements per token, layer and plane.
-    """
-
-    source: tuple[torch.Tensor, ...]
-    layers: list[torch.Tensor]
-    kv_format: EngineKVFormat
-    shape_desc: PageBufferShapeDesc
-    ops: DeviceOps
-    device: torch.device
-    dtype: torch.dtype
-    planes: int
-    block_size: int
-    num_blocks: int
-    hidden_size: int
-
-    @classmethod
-    def of(cls, tensors: Sequence[torch.Tensor]) -> PagedKV:
-        """Describe a KV cache.
-
-        Args:
-            tensors: One per layer, as vLLM registers them.
-
-        Returns:
-            The description.
-
-        Raises:
-            ValueError: If LMCache does not know the layout.
-        """
-        kv_format, layers = normalize_kv_and_discover_format(
-            list(tensors), EngineType.VLLM
-        )
-        num_layers = get_num_layers(layers, kv_format)
-        block_size = get_block_size(layers, kv_format)
-        num_blocks = get_num_blocks(layers, kv_format)
-        device = get_device(layers)
-        return cls(
-            source=tuple(tensors),
-            # One tensor per layer came in, and so they are returned.
-            layers=cast("list[torch.Tensor]", layers),
-            kv_format=kv_format,
-            shape_desc=make_page_buffer_shape_desc(
-                layers,
-                kv_format,
-                layer_idx=0,
-                num_layers_in_group=num_layers,
-                num_blocks=num_blocks,
-                block_size=block_size,
-            ),
-            ops=resolve_device_ops(device.type),
-            device=device,
-            dtype=get_dtype(layers, kv_format),
-            planes=get_kv_size(layers, kv_format),
-            block_size=block_size,
-            num_blocks=num_blocks,
-            hidden_size=get_num_heads(layers, kv_format)
-            * get_head_size(layers, kv_format),
-        )
-
-    def is_over(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Tell whether this describes exactly these tensors."""
-        return len(tensors) == len(self.source) and all(
-            mine is given for mine, given in zip(self.source, tensors, strict=True)
-        )
-
-
-@dataclass(frozen=True)
-class ChunkBlocks:
-    """One chunk and where it lies in the paged cache.
-
-    Attributes:
-        memory_obj: LMCache's memory for the chunk.
-        tokens: Tokens in the chunk; the last block may be filled in part.
-        block_ids: Blocks of the chunk in token order.
-        skip_blocks: Leading blocks that must be left alone.
-    """
-
-    memory_obj: MemoryObj
-    tokens: int
-    block_ids: list[int]
-    skip_blocks: int
-
-
-class DeviceChunkTransfer(Protocol):
-    """Moves chunks whose memory objects are on the device.
-
-    Both calls return when the copies are complete, and raise if one fails. Any number
-    of threads may call.
-    """
-
-    def gather(self, kv: PagedKV, chunks: Sequence[ChunkBlocks]) -> None:
-        """Copy blocks of the paged cache into the chunks' memory objects."""
-
-    def scatter(self, kv: PagedKV, chunks: Sequence[ChunkBlocks]) -> None:
-        """Copy the chunks' memory objects into blocks of the paged cache."""
-
-
 class RBLNPagedKVConnector(GPUConnectorInterface):
     """LMCache's connector to vLLM-RBLN's paged KV cache.
 
@@ -176,17 +47,10 @@ class RBLNPagedKVConnector(GPUConnectorInterface):
 
     Args:
         metadata: LMCache's description of the model.
-        device_chunks: Serves memory objects on the device, if a storage backend hands
-            out such.
     """
 
-    def __init__(
-        self,
-        metadata: LMCacheMetadata,
-        device_chunks: DeviceChunkTransfer | None = None,
-    ) -> None:
+    def __init__(self, metadata: LMCacheMetadata) -> None:
         self._metadata = metadata
-        self._device_chunks = device_chunks
         self._kv: PagedKV | None = None
 
     def register(self, tensors: Sequence[torch.Tensor]) -> PagedKV:
@@ -210,14 +74,14 @@ class RBLNPagedKVConnector(GPUConnectorInterface):
         kv = PagedKV.of(tensors)
         num_layers, planes, _, heads, head_size = self._metadata.kv_shape
         chunk_size = self._metadata.chunk_size
-        if chunk_size % kv.block_size:
+        if chunk_size % kv.desc.bs:
             raise ValueError(
                 f"LMCache's chunk size is {chunk_size} tokens, wanted a multiple of "
-                f"the KV cache's block size {kv.block_size}; set LMCACHE_CHUNK_SIZE"
+                f"the KV cache's block size {kv.desc.bs}; set LMCACHE_CHUNK_SIZE"
             )
         facts = {
             "layers": (len(kv.layers), num_layers),
-            "planes (K and V)": (kv.planes, planes),
+            "planes (K and V)": (kv.desc.kv_size, planes),
             "elements per token": (kv.hidden_size, heads * head_size),
             "dtype": (kv.dtype, self._metadata.kv_dtype),
         }
@@ -283,16 +147,8 @@ class RBLNPagedKVConnector(GPUConnectorInterface):
     ) -> None:
         """Scatter memory objects into the blocks of a request.
 
-        Args:
-            memory_objs: One per range, each with exactly its tokens.
-            starts: First token of each range, at a block's start.
-            ends: Token behind each range.
-            kwargs: As for :meth:`batched_from_gpu`, and ``vllm_cached_tokens``: leading
-                tokens of the request that vLLM holds already. Blocks that hold only
-                such tokens are not written.
-
-        Raises:
-            TransferFailedError: If the arguments do not fit or the device fails.
+        As :meth:`batched_from_gpu`, and ``vllm_cached_tokens`` are leading tokens of
+        the request that vLLM holds already: blocks of only such are not written.
         """
         cached = int(kwargs.get("vllm_cached_tokens") or 0)
         self._move(TransferDirection.H2D, memory_objs, starts, ends, cached, kwargs)
@@ -320,18 +176,17 @@ class RBLNPagedKVConnector(GPUConnectorInterface):
                 for obj, start, end in zip(memory_objs, starts, ends, strict=True)
             ]
             chunks = [c for c in chunks if c.skip_blocks < len(c.block_ids)]
-            host = [c for c in chunks if _tensor(c).device.type == "cpu"]
-            on_device = [c for c in chunks if _tensor(c).device == kv.device]
-            if len(host) + len(on_device) != len(chunks):
-                wrong = {str(_tensor(c).device) for c in chunks} - {"cpu"}
+            places = {tensor_of(chunk).device for chunk in chunks}
+            if wrong := places - {torch.device("cpu"), kv.device}:
                 raise ValueError(
-                    f"memory objects on {', '.join(sorted(wrong))}, wanted cpu or the "
-                    f"KV cache's {kv.device}"
+                    f"memory objects on {', '.join(map(str, wrong))}, wanted cpu or "
+                    f"the KV cache's {kv.device}"
                 )
+            host = [c for c in chunks if tensor_of(c).device.type == "cpu"]
             for run in _runs(host, self._metadata.chunk_size):
                 self._move_host(kv, direction, run)
-            if on_device:
-                self._move_on_device(kv, direction, on_device)
+            if on_device := [c for c in chunks if tensor_of(c).device == kv.device]:
+                move_on_device(kv, direction, on_device)
         except Exception as error:
             verb = "gather" if direction == TransferDirection.D2H else "scatter"
             raise TransferFailedError(
@@ -347,40 +202,20 @@ class RBLNPagedKVConnector(GPUConnectorInterface):
         # makes its KV cache there, and it can be written nowhere else.
         kv.ops.multi_layer_block_kv_transfer(
             kv.layers,
-            [_plane_view(kv, _tensor(chunk)) for chunk in run],
+            [_plane_view(kv, tensor_of(chunk)) for chunk in run],
             [block for chunk in run for block in chunk.block_ids],
             kv.device,
             direction,
-            kv.shape_desc,
+            kv.desc,
             self._metadata.chunk_size,
             kv.kv_format,
             run[0].skip_blocks,
         )
 
-    def _move_on_device(
-        self, kv: PagedKV, direction: TransferDirection, chunks: list[ChunkBlocks]
-    ) -> None:
-        if self._device_chunks is None:
-            raise ValueError(
-                f"memory objects on {kv.device} without a storage backend that keeps "
-                "chunks there"
-            )
-        if direction == TransferDirection.D2H:
-            self._device_chunks.gather(kv, chunks)
-        else:
-            self._device_chunks.scatter(kv, chunks)
-
-
-def _tensor(chunk: ChunkBlocks) -> torch.Tensor:
-    tensor = chunk.memory_obj.tensor
-    if tensor is None:
-        raise ValueError("a memory object has no tensor; it was freed too early")
-    return tensor
-
 
 def _plane_view(kv: PagedKV, tensor: torch.Tensor) -> torch.Tensor:
     """Return a chunk as device operations take it: MLA has no axis of planes."""
-    if kv.planes == 1 and tensor.ndim == 4:
+    if kv.desc.kv_size == 1 and tensor.ndim == 4:
         return tensor.squeeze(0)
     return tensor
 
@@ -394,7 +229,7 @@ def _locate(
     cached_tokens: int,
 ) -> ChunkBlocks:
     """Return the blocks that hold a token range, or refuse it."""
-    size = kv.block_size
+    size = kv.desc.bs
     if not 0 <= start < end <= len(slots) or start % size:
         raise ValueError(
             f"token range [{start}, {end}) wanted inside of {len(slots)} tokens, from "

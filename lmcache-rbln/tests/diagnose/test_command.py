@@ -9,7 +9,6 @@ import neither torch nor LMCache and are quick.
 from __future__ import annotations
 
 # Standard
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 import json
@@ -122,26 +121,20 @@ def test_packages_of_other_versions(without_torch: Diagnose) -> None:
     assert checks["lmcache-rbln"]["status"] == "ok"
 
 
-def test_a_runtime_of_another_abi(without_torch: Diagnose) -> None:
-    source = without_torch.folder / "abi.c"
+def test_a_runtime_of_another_abi(diagnose: Diagnose) -> None:
+    source = diagnose.folder / "abi.c"
     source.write_text(
         "unsigned rbln_abi_min_supported(void) { return 907; }\n"
         "unsigned rbln_abi_current(void) { return 908; }\n"
     )
-    library = without_torch.folder / "librbln.so"
+    library = diagnose.folder / "librbln.so"
     subprocess.run(["cc", "-shared", "-o", library, source], check=True)
-    check = without_torch.checks(LD_LIBRARY_PATH=str(without_torch.folder))[
+    check = diagnose.checks("--timeout", "300", LD_LIBRARY_PATH=str(diagnose.folder))[
         "RBLN runtime"
     ]
     assert check["status"] == "fail"
     assert "no longer accepts consumers below ABI 907" in check["found"]
-    assert check["wanted"] == "a librbln.so that accepts ABI 6"
-    library.write_bytes(b"not a library")
-    check = without_torch.checks(LD_LIBRARY_PATH=str(without_torch.folder))[
-        "RBLN runtime"
-    ]
-    assert "librbln.so" in check["found"]
-    assert check["wanted"] == "a librbln.so that loads"
+    assert "librbln.so of its ABI" in check["wanted"]
 
 
 def test_malformed_everything(without_torch: Diagnose) -> None:
@@ -150,8 +143,6 @@ def test_malformed_everything(without_torch: Diagnose) -> None:
         "{",
         "--server",
         "nowhere",
-        "--http",
-        "http://127.0.0.1:9",
         "--block-size",
         "1",
         PYTHONHASHSEED="random",
@@ -203,14 +194,7 @@ def test_the_command_line(words: list[str], diagnose: Diagnose) -> None:
     done = diagnose.run(*words)
     assert done.returncode == (0 if words == ["--help"] else 2)
     text = done.stdout + done.stderr
-    for flag in (
-        "--json",
-        "--block-size",
-        "--tensor-parallel-size",
-        "--kv-transfer-config",
-        "--server",
-        "--http",
-    ):
+    for flag in ("--json", "--block-size", "--kv-transfer-config", "--server"):
         assert flag in text
     assert "--timeout" in text
 
@@ -225,11 +209,7 @@ def test_a_check_that_breaks_is_a_failure(
     def broken(*_: object) -> None:
         raise KeyError("oh")
 
-    no_probe: Callable[..., Facts] = lambda *_, **__: Facts(problem="not run")  # noqa: E731
-    monkeypatch.setattr(command, "run_probe", no_probe)
-    monkeypatch.setattr(command, "check_hash_seed", broken)
-    assert command.main([]) == 1
-    assert "the check broke: KeyError: 'oh'" in capsys.readouterr().out
-    monkeypatch.setattr(command, "run_probe", broken)
+    monkeypatch.setattr(command, "run_probe", lambda *_: Facts(problem="not run"))
+    monkeypatch.setattr(command.settings, "check_hash_seed", broken)
     assert command.main([]) == 1
     assert "the check broke: KeyError: 'oh'" in capsys.readouterr().out

@@ -13,7 +13,7 @@ import pytest
 
 # First Party
 from lmcache_rbln.diagnose.connector import check_connector, read_connector
-from lmcache_rbln.diagnose.result import Result, Status
+from lmcache_rbln.diagnose.report import FAIL, OK, SKIP, WARN, Result
 
 IN_PROCESS = '{"kv_connector":"RBLNLMCacheConnectorV1","kv_role":"kv_both"}'
 
@@ -36,7 +36,7 @@ def check(text: str | None, **vllm: Any) -> Result:
 
 def test_the_connectors_for_rbln() -> None:
     result = check(IN_PROCESS)
-    assert result.status is Status.OK
+    assert result.status == OK
     assert result.found == "RBLNLMCacheConnectorV1 (kv_both)"
     text = with_server(host="tcp://127.0.0.1", port=6555)
     assert read_connector(text).server == "tcp://127.0.0.1:6555"
@@ -49,9 +49,7 @@ def test_the_connectors_for_rbln() -> None:
         (with_server(), "tcp://localhost:5555"),
         (with_server(server_urls="tcp://a:1, tcp://b:2"), "tcp://a:1"),
         (with_server(server_urls=["tcp://c:3"], host="x"), "tcp://c:3"),
-        (with_server(server_urls=5), None),
-        (with_server(server_urls={"a": "tcp://a:1"}), None),
-        (with_server(server_urls=[5, None]), None),
+        (with_server(server_urls=5), "5"),
         (IN_PROCESS, None),
     ],
 )
@@ -60,7 +58,7 @@ def test_the_server_that_a_connector_uses(text: str, server: str | None) -> None
 
 
 def test_no_connector_is_no_failure() -> None:
-    assert check(None).status is Status.SKIP
+    assert check(None).status == SKIP
 
 
 @pytest.mark.parametrize(
@@ -76,7 +74,7 @@ def test_no_connector_is_no_failure() -> None:
 )
 def test_a_connector_that_does_not_work(text: str, found: str) -> None:
     result = check(text)
-    assert result.status is Status.FAIL
+    assert result.status == FAIL
     assert found in result.found
     assert IN_PROCESS in result.fix
 
@@ -91,25 +89,23 @@ def test_a_connector_that_does_not_work(text: str, found: str) -> None:
 )
 def test_what_vllm_says_of_it(vllm: dict[str, str], found: str) -> None:
     result = check(IN_PROCESS, **vllm)
-    assert result.status is Status.FAIL
+    assert result.status == FAIL
     assert found in result.found
     assert result.fix
 
 
 def test_a_vllm_that_was_not_asked() -> None:
     result = check_connector(read_connector(IN_PROCESS), None)
-    assert result.status is Status.SKIP
+    assert result.status == SKIP
     assert "torch" in result.found
 
 
 def test_a_vllm_that_is_broken_fails_without_a_connector_too() -> None:
-    assert check(None, error="ImportError: x").status is Status.FAIL
+    assert check(None, error="ImportError: x").status == FAIL
 
 
-@pytest.mark.parametrize(
-    ("policy", "status"), [("recompute", Status.OK), (None, Status.WARN)]
-)
-def test_a_connector_in_a_multi_connector(policy: str | None, status: Status) -> None:
+@pytest.mark.parametrize(("policy", "status"), [("recompute", OK), (None, WARN)])
+def test_a_connector_in_a_multi_connector(policy: str | None, status: str) -> None:
     inner = json.loads(IN_PROCESS) | {"kv_connector_extra_config": {"a": 1}}
     config = {
         "kv_connector": "MultiConnector",
@@ -120,8 +116,8 @@ def test_a_connector_in_a_multi_connector(policy: str | None, status: Status) ->
         config["kv_load_failure_policy"] = policy
     assert read_connector(json.dumps(config)).extra == {"a": 1}
     result = check(json.dumps(config))
-    assert result.status is status
-    if status is Status.WARN:
+    assert result.status == status
+    if status == WARN:
         assert "kv_load_failure_policy" in result.fix
 
 
@@ -129,4 +125,4 @@ def test_a_connector_in_a_multi_connector(policy: str | None, status: Status) ->
 def test_a_multi_connector_without_one_for_rbln(connectors: Any) -> None:
     extra = {"connectors": connectors}
     config = {"kv_connector": "MultiConnector", "kv_connector_extra_config": extra}
-    assert check(json.dumps(config)).status is Status.FAIL
+    assert check(json.dumps(config)).status == FAIL

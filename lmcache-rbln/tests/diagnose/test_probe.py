@@ -20,7 +20,7 @@ from lmcache_rbln.diagnose.probe import Facts, run_probe
 FIRST = """
 import json, os, signal, subprocess, sys, time
 from lmcache_rbln.diagnose.probe import tell
-tell("first", value=1)
+tell("first", lambda: {"value": 1})
 """
 
 
@@ -28,7 +28,7 @@ def run(folder: Path, code: str, timeout_s: float = 300) -> Facts:
     (folder / "probe_under_test.py").write_text(FIRST + textwrap.dedent(code))
     path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": path}
-    return run_probe("probe_under_test", {"asked": "é"}, environment, timeout_s)
+    return run_probe(["probe_under_test"], {"asked": "é"}, environment, timeout_s)
 
 
 def test_facts_among_the_noise_of_libraries(tmp_path: Path) -> None:
@@ -36,16 +36,17 @@ def test_facts_among_the_noise_of_libraries(tmp_path: Path) -> None:
         tmp_path,
         """
         print("INFO no newline at the end", end="")
-        tell("second", **json.load(sys.stdin), text="line\\nbreak")
+        tell("second", lambda: json.load(sys.stdin) | {"text": "line\\nbreak"})
         for odd in ("{broken", "[1]", "5", '{"no": "topic"}', "[" * 5000):
             print("@lmcache-rbln-fact " + odd)
         print("x" * (1 << 22))
-        tell("last")
+        tell("broken", int, "x")
         """,
     )
     assert facts.problem == ""
     assert facts.get("first") == {"value": 1}
     assert facts.get("second") == {"asked": "é", "text": "line\nbreak"}
+    assert facts.get("broken")["error"].startswith("ValueError: invalid literal")
     assert facts.get("third") == {"error": "the probe did not get that far"}
 
 
@@ -69,7 +70,7 @@ def test_a_probe_that_crashes_keeps_what_it_told(
 def test_a_probe_that_hangs_ends_with_its_children(tmp_path: Path) -> None:
     hangs = """
         child = subprocess.Popen(["sleep", "600"])
-        tell("child", pid=child.pid)
+        tell("child", lambda: {"pid": child.pid})
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         time.sleep(600)
         """
@@ -92,4 +93,4 @@ def test_a_probe_that_hangs_ends_with_its_children(tmp_path: Path) -> None:
 
 def test_an_interpreter_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.executable", "/no/such/python")
-    assert "can't start /no/such/python" in run_probe("x", [], {}, 5).problem
+    assert "can't start /no/such/python" in run_probe(["x"], {}, {}, 5).problem

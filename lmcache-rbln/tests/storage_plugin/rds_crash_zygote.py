@@ -13,6 +13,7 @@ import json
 import os
 import random
 import signal
+import struct
 import sys
 import time
 
@@ -30,7 +31,7 @@ import xxhash
 
 # First Party
 from lmcache_rbln.storage_plugin.rds_backend import RDSBackend
-from lmcache_rbln.storage_plugin.rds_header import HeaderError, decode, key_digest
+from lmcache_rbln.storage_plugin.rds.header import key_digest
 
 CHUNKS = 40
 DIGESTS = {key_digest(key_of(n).to_string()): n for n in range(CHUNKS)}
@@ -57,18 +58,21 @@ def chunks_on(path: str) -> Iterator[str]:
         while len(data := file.read(REGION_BYTES)) == REGION_BYTES:
             if not any(data):
                 return
-            try:
-                header = decode(data[:4096])
-            except HeaderError:
-                yield "rejected"
-                continue
-            payload = data[4096 : 4096 + header.payload_bytes]
-            if xxhash.xxh3_128(payload).digest() != header.checksum:
+            # By docs/rds.md: payload bytes, key, checksum, and the header's own.
+            (nbytes,) = struct.unpack_from("<Q", data, 24)
+            key, checksum = data[32:48], data[48:64]
+            (seal,) = struct.unpack_from("<Q", data, 4088)
+            payload = data[4096 : 4096 + nbytes]
+            if (
+                data[:8] != b"RBLNKVC\n"
+                or seal != xxhash.xxh3_64_intdigest(data[:4088])
+                or checksum != xxhash.xxh3_128(payload).digest()
+            ):
                 yield "rejected"
             elif (
                 len(payload) != CHUNK_BYTES
-                or header.key not in DIGESTS
-                or payload != CONTENT[DIGESTS[header.key]]
+                or key not in DIGESTS
+                or payload != CONTENT[DIGESTS[key]]
             ):
                 yield "WRONG"
             else:

@@ -113,7 +113,7 @@ def test_twice_the_staging_memory_is_stored_and_restored(engine: MakeEngine) -> 
     count = 2 * one.backend.calculate_chunk_budget() + 1
     for number in range(count):  # never waits for a write itself
         one.submit(number)
-    one.backend._writer._thread.submit(lambda: None).result(timeout=10)
+    one.wait_for_writes()
     for number in range(count):
         assert one.load(number) == [True]
     one.assert_idle()
@@ -174,10 +174,6 @@ def test_asynchronous_loading(engine: MakeEngine) -> None:
     for obj in objs:
         obj.ref_count_down()
     one.assert_idle()
-    future = one.backend.get_non_blocking(key_of(0))
-    assert future is not None
-    future.result(timeout=10).ref_count_down()
-    assert one.backend.get_non_blocking(key_of(2)) is None
 
 
 def test_asynchronous_loading_leaves_no_pin(engine: MakeEngine) -> None:
@@ -237,23 +233,23 @@ def test_close_gives_back_what_is_pinned_or_written_late(
     one = engine({"rds_max_chunks": 3})
     one.store(0, 1)
     one.backend.pin(key_of(0))
-    [entry] = one.backend._index.begin_reads([key_of(1)])
+    [entry] = one.backend._store.index.begin_reads([key_of(1)])
     gate, begun = threading.Event(), threading.Event()
-    write = one.backend._writer._transfer.write
+    store, write = one.backend._store, one.backend._store.io.write
 
     def slow(batch: Any) -> Any:
         begun.set()
         gate.wait(60)
         return write(batch)
 
-    one.backend._writer._transfer.write = slow
+    one.backend._store.io.write = slow  # type: ignore[method-assign]
     one.submit(2)
     assert begun.wait(60)
-    one.backend._writer.close(0)  # it has not ended in time
-    one.backend.close()
+    store.close(0)  # it has not ended in time
     gate.set()
-    one.backend._writer._thread.shutdown(wait=True)
-    one.backend._index.end_read(entry)
+    assert store._writer is not None and store._writer.join(60)
+    one.backend.close()
+    one.backend._store.index.end_read(entry)
     assert one.holds(0, 1, 2) == [False] * 3
     one.assert_idle()
     other = engine({"rds_max_chunks": 3})
@@ -306,9 +302,8 @@ def test_close_while_threads_store_and_restore(engine: MakeEngine) -> None:
         thread.join(timeout=60)
     assert not problems
     assert len(rounds) == 4 and min(rounds) > 0
-    backend._writer._thread.shutdown(wait=True)
     one.assert_idle()
-    assert backend._regions.held_bytes == 0
+    assert backend._store._regions.held_bytes == 0
 
 
 def test_close_gives_everything_back(engine: MakeEngine, storage: Storage) -> None:
@@ -316,7 +311,7 @@ def test_close_gives_everything_back(engine: MakeEngine, storage: Storage) -> No
     one = engine({"rds_max_chunks": 4})
     one.store(0, 1, 2, 3)
     gate = threading.Event()
-    one.backend._writer._thread.submit(gate.wait)
+    one.hold_writes(gate)
     one.submit(4)  # not begun yet: dropped
     gate.set()
     one.backend.close()

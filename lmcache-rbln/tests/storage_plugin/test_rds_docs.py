@@ -11,8 +11,8 @@ import pytest
 
 # First Party
 from lmcache.v1 import cache_engine
-from lmcache_rbln.storage_plugin import rds_metrics
-from lmcache_rbln.storage_plugin.rds_settings import RDSSettings
+from lmcache_rbln.storage_plugin.rds import metrics as rds_metrics
+from lmcache_rbln.storage_plugin.rds.settings import RDSSettings
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs/rds.md").read_text(encoding="utf-8")
@@ -41,9 +41,9 @@ def test_every_setting_is_in_the_table_with_its_default() -> None:
 
 def test_every_metric_is_in_the_table() -> None:
     named = set(re.findall(r"lmcache:rds_\w+", TEXT))
-    counters = {f"lmcache:rds_{name}_total" for name in rds_metrics._COUNTERS}
+    counters = {f"lmcache:rds_{name}_total" for name in rds_metrics.COUNTERS}
     assert counters == COUNTERS
-    others = {*rds_metrics._GAUGES, *rds_metrics._LATENCIES}
+    others = {*rds_metrics.GAUGES, *rds_metrics.LATENCIES}
     assert named == counters | {f"lmcache:rds_{name}" for name in others}
 
 
@@ -55,7 +55,7 @@ def _flat(folder: Path) -> str:
     """Sources with string literals that span lines joined."""
     return "".join(
         re.sub(r'"\s*f?"', "", path.read_text(encoding="utf-8"))
-        for path in sorted(folder.glob("*.py"))
+        for path in sorted(folder.rglob("*.py"))
     )
 
 

@@ -20,7 +20,7 @@ from rds_support import (
 import pytest
 
 # First Party
-from lmcache_rbln.storage_plugin.rds_device import RDSError
+from lmcache_rbln.storage_plugin.rds.device import RDSError
 
 pytestmark = pytest.mark.npu
 

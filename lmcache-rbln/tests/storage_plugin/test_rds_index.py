@@ -13,9 +13,9 @@ import torch
 # First Party
 from lmcache.utils import CacheEngineKey
 from lmcache.v1.memory_management import MemoryFormat
-from lmcache_rbln.storage_plugin import rds_index
-from lmcache_rbln.storage_plugin.rds_device import Region
-from lmcache_rbln.storage_plugin.rds_index import ChunkIndex, Entry
+from lmcache_rbln.storage_plugin.rds import index as rds_index
+from lmcache_rbln.storage_plugin.rds.device import Region
+from lmcache_rbln.storage_plugin.rds.index import ChunkIndex, Entry
 
 
 def key_of(number: int) -> CacheEngineKey:
@@ -24,7 +24,7 @@ def key_of(number: int) -> CacheEngineKey:
 
 def entry_of(region: Any = None) -> Entry:
     header: Any = None
-    return Entry(region or Region(None, 1), header, [], [], MemoryFormat.KV_2LTD)
+    return Entry(region or Region(None), header, [], [], MemoryFormat.KV_2LTD)
 
 
 def store(index: ChunkIndex, *numbers: int) -> list[bool]:
@@ -192,7 +192,7 @@ class IndexMachine(RuleBasedStateMachine):
             if self.free:
                 region = self.free.pop()
             else:
-                region = Region(None, 1)
+                region = Region(None)
                 self.made.append(region)
             self.index.publish([(key_of(number), entry_of(region))])
 

@@ -13,7 +13,6 @@ import torch
 
 # First Party
 from lmcache_rbln.paged_kv import RBLNPagedKVConnector
-from lmcache_rbln.paged_kv_device import DeviceBlockTransfer
 
 pytestmark = [pytest.mark.npu, pytest.mark.deferred]
 BLOCK = 16
@@ -34,7 +33,7 @@ def test_a_request_comes_back_into_other_blocks(
         chunk_size=chunk,
     )
     one = engine({"rds_buffer_size": 1}, metadata)
-    connector = RBLNPagedKVConnector(metadata, DeviceBlockTransfer())
+    connector = RBLNPagedKVConnector(metadata)
     host = [random_bits(case.layer_shape, case.dtype, n) for n in range(2)]
     layers = [upload(layer, "rbln:0") for layer in host]
     axis = 1 if layout == "kv_first" else 0

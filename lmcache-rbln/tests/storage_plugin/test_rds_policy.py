@@ -14,8 +14,8 @@ import pytest
 
 # First Party
 from lmcache.utils import CacheEngineKey
-from lmcache_rbln.storage_plugin.rds_device import RDSError
-from lmcache_rbln.storage_plugin.rds_transfer import ChunkTransfer
+from lmcache_rbln.storage_plugin.rds.chunk_io import ChunkIO
+from lmcache_rbln.storage_plugin.rds.device import RDSError
 
 pytestmark = pytest.mark.npu
 
@@ -88,7 +88,7 @@ def test_the_beginning_of_a_prompt_that_does_not_fit_stays(
     hits = []
     for _ in range(5):
         hits.append(prompts.serve((1, 2, 3, 4), step))
-        prompts.backend._writer._thread.submit(lambda: None).result(timeout=30)
+        prompts.one.wait_for_writes()
     assert hits == [0, 3, 3, 3, 3]
     prompts.one.assert_idle()
 
@@ -141,7 +141,7 @@ def test_a_limit_is_no_failure(engine: MakeEngine, mode: str) -> None:
     hits = []
     for _ in range(4):
         hits.append(prompts.serve((1, 2, 3, 4), step=2))
-        prompts.backend._writer._thread.submit(lambda: None).result(timeout=30)
+        prompts.one.wait_for_writes()
     assert hits == [0, 2, 2, 2]
     assert one.metric("unplaced_chunks") - before[0] == 8
     assert one.metric("write_failures") == before[1]
@@ -233,7 +233,7 @@ class Run:
             self.remove()
         else:
             self.look_up()
-        index = self.prompts.backend._index
+        index = self.prompts.backend._store.index
         assert set(index._entries) == set(keys_of(self.model.used))
         pins = {key: entry.pins for key, entry in index._entries.items()}
         for chunk, key in zip(self.model.used, keys_of(self.model.used), strict=True):
@@ -246,14 +246,14 @@ def test_hits_equal_those_of_the_model(
 ) -> None:
     """Ten thousand operations in all."""
     fail = [False]
-    write = ChunkTransfer.write
+    write = ChunkIO.write
 
-    def write_or_fail(self: ChunkTransfer, batch: Any) -> Any:
+    def write_or_fail(self: ChunkIO, batch: Any) -> Any:
         if fail[0]:
             raise RDSError("planted")
         return write(self, batch)
 
-    monkeypatch.setattr(ChunkTransfer, "write", write_or_fail)
+    monkeypatch.setattr(ChunkIO, "write", write_or_fail)
     logging.disable(logging.ERROR)
     try:
         run = Run(engine, seed, fail)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 # First Party
-from lmcache_rbln.storage_plugin.rds_staging import StagedMemoryObj
+from lmcache_rbln.storage_plugin.rds.staging import StagedMemoryObj
 
 pytestmark = [pytest.mark.npu, pytest.mark.slow]
 
@@ -94,6 +94,6 @@ def test_eight_readers_two_writers_and_an_evictor(
     assert not problems
     assert not any(thread.is_alive() for thread in threads)
     assert counts["hit"] > 100 and counts["miss"] > 100 and counts["written"] > 100
-    backend._writer._thread.submit(lambda: None).result(timeout=10)
+    one.wait_for_writes()
     one.assert_idle()
     assert [one.metric(name) for name in NEVER] == before

@@ -14,9 +14,8 @@ import torch
 
 # First Party
 from lmcache.v1.memory_management import MemoryFormat
-from lmcache_rbln.storage_plugin.rds_device import RDSDevice, RDSError
-from lmcache_rbln.storage_plugin.rds_staging import StagingAllocator
-from lmcache_rbln.storage_plugin.rds_waits import deadline_in
+from lmcache_rbln.storage_plugin.rds.device import RDSDevice, RDSError
+from lmcache_rbln.storage_plugin.rds.staging import StagingAllocator
 
 pytestmark = pytest.mark.npu
 
@@ -117,7 +116,10 @@ def test_a_wait_ends_when_memory_comes_back(allocator: StagingAllocator) -> None
         objs[0].ref_count_down()
         again = late.result(timeout=5)
     assert again is not None
-    assert allocator.allocate_within(SHAPES, DTYPES, None, deadline_in(0.05)) is None
+    assert (
+        allocator.allocate_within(SHAPES, DTYPES, None, iter((0.05, 0)).__next__)
+        is None
+    )
     with ThreadPoolExecutor(1) as pool:
         late = pool.submit(
             allocator.allocate_within, SHAPES, DTYPES, None, lambda: 60.0

@@ -11,11 +11,11 @@ from rds_support import MakeEngine
 import pytest
 
 # First Party
-from lmcache_rbln.storage_plugin.rds_threads import DaemonThreads
+from lmcache_rbln.storage_plugin.rds.threads import DaemonThreads
 
 HANGS = """
 import threading
-from lmcache_rbln.storage_plugin.rds_threads import DaemonThreads
+from lmcache_rbln.storage_plugin.rds.threads import DaemonThreads
 
 threads, begun = DaemonThreads(1, "hangs"), threading.Event()
 
@@ -25,7 +25,7 @@ def call():
 
 threads.submit(call)
 begun.wait()
-threads.shutdown(wait=False, cancel_futures=True)
+threads.close(cancel=True)
 """
 
 
@@ -40,6 +40,7 @@ def test_all_threads_of_a_backend_are_such(engine: MakeEngine) -> None:
     one.store(0)
     found = [t for t in threading.enumerate() if t.name.startswith("rds-")]
     assert {thread.name.rpartition("_")[0] for thread in found} == {
+        "rds-checksum",
         "rds-reader",
         "rds-writer",
     }
@@ -52,7 +53,7 @@ def test_results_errors_and_the_end() -> None:
     futures = [threads.submit(order.append, number) for number in range(50)]
     failed = threads.submit(int, "no number")
     assert isinstance(failed.exception(timeout=60), ValueError)
-    assert threads.submit(sum, [1, 2], start=3).result(timeout=60) == 6
+    assert threads.submit(sum, [1, 2], 3).result(timeout=60) == 6
     assert order == list(range(50)) and all(future.done() for future in futures)
     gate, begun = threading.Event(), threading.Event()
 
@@ -63,7 +64,7 @@ def test_results_errors_and_the_end() -> None:
     running = threads.submit(wait)
     queued = threads.submit(order.append, 50)
     assert begun.wait(60)
-    threads.shutdown(wait=False, cancel_futures=True)
+    threads.close(cancel=True)
     assert queued.cancelled() and not running.done()
     assert not threads.join(0)
     gate.set()
@@ -76,5 +77,6 @@ def test_results_errors_and_the_end() -> None:
 def test_what_is_queued_at_the_end_runs_where_it_is_not_cancelled() -> None:
     threads = DaemonThreads(2, "few")
     futures = [threads.submit(int, "7") for _ in range(20)]
-    threads.shutdown()
+    threads.close(cancel=False)
+    assert threads.join(60)
     assert [future.result(timeout=0) for future in futures] == [7] * 20

@@ -7,7 +7,6 @@ import os
 
 # Third Party
 from probe_connector import LMCacheMPConnector as ProbeConnector
-from vllm.distributed import get_tensor_model_parallel_rank
 import torch
 
 
@@ -16,7 +15,8 @@ class LMCacheMPConnector(ProbeConnector):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Choose the folder; every worker is a process with settings of its own."""
-        rank = get_tensor_model_parallel_rank()
+        parallel = self._vllm_config.parallel_config
+        rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
         folder = Path(os.environ["KV_PROBE_FOLDER"]) / f"rank{rank}"
         folder.mkdir(parents=True)
         os.environ["KV_PROBE_FOLDER"] = str(folder)

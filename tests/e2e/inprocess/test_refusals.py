@@ -10,10 +10,11 @@ import json
 import pytest
 
 # First Party
-from examples.rbln_demo.processes import ServerFailedError
-from examples.rbln_demo.runtime import Runtime
 from tests.e2e.inprocess.engines import CONFIGS, EnginePool, InProcessEngine
-from tests.e2e.messages import assert_logged
+from tests.e2e.messages import assert_logged, assert_logged_last
+from tests.e2e.serving import SLIDING_WINDOWS
+from tests.support.serving.processes import ServerFailedError
+from tests.support.serving.runtime import Runtime
 
 BROKEN_PLUGIN = {
     "LMCACHE_STORAGE_PLUGINS": "Broken",
@@ -57,3 +58,23 @@ def test_a_start_that_fails_behind_the_registration(
         failed.stop()
     assert "KV cache on rbln:0" in failed.log()
     assert "mode='compile_only'" in failed.log()
+
+
+def test_a_model_of_sliding_windows(
+    runtime: Runtime, tmp_path: Path, engines: EnginePool
+) -> None:
+    engines.stop()
+    config = replace(
+        CONFIGS["small"],
+        name="windows",
+        model="llama",
+        probe=False,
+        args=SLIDING_WINDOWS,
+    )
+    refused = InProcessEngine(config, runtime, tmp_path)
+    try:
+        with pytest.raises(ServerFailedError, match="ended with status 1"):
+            refused.start()
+    finally:
+        refused.stop()
+    assert_logged_last("windows-in-process", refused.log())

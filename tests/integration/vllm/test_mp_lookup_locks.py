@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chunks that a lookup locked are released, whatever becomes of the request."""
+"""What becomes of a request that was looked up: its locks, and its blocks."""
 
 # Future
 from __future__ import annotations
@@ -16,7 +16,6 @@ from lmcache.v1.multiprocess.futures import MessagingFuture
 
 BLOCK, CHUNK = 128, 256
 PROMPT = list(range(2 * CHUNK + 10))
-URL = "tcp://a-server"
 ALL = ("free", 0, 2 * CHUNK)
 END = ("end", "a request")
 
@@ -71,29 +70,32 @@ def request_() -> Any:
         num_computed_tokens=0,
         status=vllm_request.RequestStatus.WAITING,
         kv_transfer_params=None,
+        resumable=False,
         skip_reading_prefix_cache=False,
     )
 
 
-def connector(client: Client) -> Any:
+def connector(*clients: Client) -> Any:
     """LMCache's connector and scheduler adapter, without their threads."""
+    servers = {f"tcp://server-{i}": client for i, client in enumerate(clients)}
     connectors = pytest.importorskip("lmcache.integration.vllm.lmcache_mp_connector")
     adapter = connectors.LMCacheMPSchedulerAdapter.__new__(
         connectors.LMCacheMPSchedulerAdapter
     )
     strategy = SimpleNamespace(kv_world_size=1, kv_tp_size=1, num_kv_readers=1)
+    healthy = SimpleNamespace(is_set=lambda: True)
     found = connectors.LMCacheMPConnector.__new__(connectors.LMCacheMPConnector)
     parts: dict[Any, dict[str, Any]] = {
         adapter: {
-            "req_clients": {URL: client},
+            "req_clients": servers,
             "model_name": "model",
             "parallel_strategy": strategy,
             "lmcache_tokens_per_chunk": CHUNK,
             # A server that does not answer is not waited for.
             "_mq_timeout": 0.05,
             "_nonblocking_lookup_status": True,
-            "_server_urls": [URL],
-            "_health_events": {URL: SimpleNamespace(is_set=lambda: True)},
+            "_server_urls": list(servers),
+            "_health_events": dict.fromkeys(servers, healthy),
             "_heartbeats": {},
             "_pending_lookups": set(),
             "_unacked_lookups": {},
@@ -105,10 +107,15 @@ def connector(client: Client) -> Any:
         found: {
             "scheduler_adapter": adapter,
             "request_trackers": {},
+            "_role": connectors.KVConnectorRole.SCHEDULER,
+            "_eager_prefetch": True,
             "lazy_offload": False,
             "_can_store": True,
             "_reserve_last_token_for_lookup": False,
             "_hit_alignment_tokens": BLOCK,
+            "_group_tokens_per_block": [BLOCK],
+            "_loading": set(),
+            "_ended_loads": set(),
             "_connector_stats": connectors.LMCacheMPConnectorStats(),
         },
     }
@@ -171,12 +178,68 @@ def test_a_request_aborted_before_it_was_looked_up(request_: Any) -> None:
     assert client.calls == [END]
 
 
+def test_servers_of_which_one_has_more(request_: Any) -> None:
+    more, less = Client(2), Client(1)
+    ours = connector(more, less)
+    assert ours.get_num_new_matched_tokens(request_, 0) == (CHUNK, True)
+    ours.request_finished(request_, [])
+    both = ("free", 0, CHUNK)
+    assert more.calls == [("lookup",), ("free", CHUNK, 2 * CHUNK), both, END]
+    assert less.calls == [("lookup",), both, END]
+
+
 def test_a_request_that_needs_its_whole_prompt_computed(request_: Any) -> None:
     """As prompt log-probabilities do."""
     client = Client(2)
     ours = connector(client)
     request_.skip_reading_prefix_cache = True
+    ours.on_new_request(request_)
     assert ours.get_num_new_matched_tokens(request_, 0) == (0, False)
     ours.update_state_after_alloc(request_, blocks(5), 0)
     ours.request_finished(request_, [])
     assert client.calls == [END]
+
+
+def step(ours: Any) -> Any:
+    """What the worker is told in a step in which nothing is computed."""
+    cached = SimpleNamespace(req_ids=[], resumed_req_ids=set())
+    scheduled = SimpleNamespace(
+        scheduled_new_reqs=[], scheduled_cached_reqs=cached, preempted_req_ids=set()
+    )
+    return ours.build_connector_meta(scheduled)
+
+
+def load(ours: Any, request: Any) -> None:
+    """Let a request be admitted, and its load be submitted."""
+    ours.get_num_new_matched_tokens(request, 0)
+    ours.update_state_after_alloc(request, blocks(5), 2 * CHUNK)
+    assert [meta.direction for meta in step(ours).requests] == ["RETRIEVE"]
+
+
+def loaded(*request_ids: str) -> Any:
+    """What all workers have reported."""
+    return SimpleNamespace(finished_recving=set(request_ids), kv_cache_events=None)
+
+
+def test_a_request_that_ends_while_it_loads_is_reported_as_loaded_only(
+    request_: Any,
+) -> None:
+    """vLLM frees its blocks then, and knows no such request afterwards."""
+    ours = connector(Client(2))
+    load(ours, request_)
+    ours.update_connector_output(loaded("another"))
+    ours.request_finished(request_, [])
+    assert step(ours).ended_loads == {"a request"}
+    assert step(ours).ended_loads == set()
+    ours.update_connector_output(loaded("a request"))
+    assert not ours._loading
+
+
+def test_a_request_that_ends_when_it_has_loaded_is_reported_as_ever(
+    request_: Any,
+) -> None:
+    ours = connector(Client(2))
+    load(ours, request_)
+    ours.update_connector_output(loaded("a request"))
+    ours.request_finished(request_, [])
+    assert step(ours).ended_loads == set()

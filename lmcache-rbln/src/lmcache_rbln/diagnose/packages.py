@@ -6,22 +6,19 @@ from __future__ import annotations
 
 # Standard
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from importlib import metadata
+from contextlib import suppress
+from importlib import import_module, metadata, util
+from pathlib import Path
 from typing import Any
 
 # Local
-from lmcache_rbln.diagnose.result import Result, fail, ok, one_line, skip, warn
+from lmcache_rbln.diagnose.probe import explain
+from lmcache_rbln.diagnose.report import FAIL, OK, SKIP, Result, one_line
 
 #: The stack, from the bottom. Each is fitted to what the others ask for.
 STACK = (
-    "torch",
-    "torch-rbln",
-    "rebel-compiler",
-    "vllm",
-    "vllm-rbln",
-    "lmcache",
-    "lmcache-rbln",
+    *("torch", "torch-rbln", "rebel-compiler", "vllm", "vllm-rbln"),
+    *("lmcache", "lmcache-rbln"),
 )
 # Extras under which the packages name each other.
 _EXTRAS = ("", "runtime", "kv-connectors")
@@ -29,73 +26,23 @@ _FROM = {
     "torch": " --index-url https://download.pytorch.org/whl/cpu",
     "rebel-compiler": " from the RBLN package index (needs an RBLN Portal account)",
 }
+#: Version and requirements of each package that is installed.
+Packages = Mapping[str, tuple[str, Sequence[str]]]
 
 
-@dataclass(frozen=True)
-class Package:
-    """An installed distribution.
-
-    Attributes:
-        version: Its version; None if it is not installed.
-        requires: Its requirements, as in its metadata.
-        problem: Why its metadata can't be read, or empty.
-    """
-
-    version: str | None
-    requires: Sequence[str] = ()
-    problem: str = ""
+def installed() -> Packages:
+    """Return the packages of the stack that are installed with readable metadata."""
+    found = {}
+    for name in STACK:
+        try:
+            one = metadata.distribution(name)
+            found[name] = (str(one.metadata["Version"]), one.requires or ())
+        except Exception:
+            continue  # broken, which is as good as missing
+    return found
 
 
-def installed(name: str) -> Package:
-    """Read a distribution's metadata; never raises."""
-    try:
-        found = metadata.distribution(name)
-        version = found.version
-        requires = found.requires or ()
-    except metadata.PackageNotFoundError:
-        return Package(None)
-    except Exception as error:
-        return Package(None, problem=one_line(error) or type(error).__name__)
-    if not version:
-        return Package(None, problem="its metadata has no version")
-    return Package(version, tuple(requires))
-
-
-def wishes(name: str, packages: Mapping[str, Package]) -> list[tuple[str, str]]:
-    """Collect what the packages of the stack ask of one of them.
-
-    Args:
-        name: The package asked for.
-        packages: The stack.
-
-    Returns:
-        Pairs of who asks (name and version) and the versions it accepts, for example
-        ``("torch-rbln 0.12.0", "==2.13.0+cpu")``. Requirements without versions or for
-        other machines are left out.
-    """
-    # Third Party
-    from packaging.requirements import InvalidRequirement, Requirement
-    from packaging.utils import canonicalize_name
-
-    found = []
-    for asker, package in packages.items():
-        for text in package.requires:
-            try:
-                wish = Requirement(text)
-            except InvalidRequirement:
-                continue
-            if canonicalize_name(wish.name) != name or not wish.specifier:
-                continue
-            if wish.marker is None or any(
-                wish.marker.evaluate({"extra": extra}) for extra in _EXTRAS
-            ):
-                found.append((f"{asker} {package.version}", str(wish.specifier)))
-    return sorted(set(found))
-
-
-def check_package(
-    name: str, packages: Mapping[str, Package], simulated: bool = False
-) -> Result:
+def check_package(name: str, packages: Packages, simulated: bool) -> Result:
     """Check that a package is there and that the others accept its version.
 
     Args:
@@ -104,87 +51,85 @@ def check_package(
         simulated: Whether the NPU runtime is a simulator, which takes the place of
             rebel-compiler.
     """
-    try:
-        # Third Party
-        from packaging.specifiers import SpecifierSet
-        from packaging.version import InvalidVersion, Version
-    except ImportError:
-        return warn(
-            name,
-            f"{packages[name].version}; not compared",
-            "the Python package packaging, to compare versions",
-            "pip install packaging",
-        )
-    package = packages[name]
-    asked = wishes(name, packages)
-    wanted = "; ".join(f"{name}{versions} ({asker})" for asker, versions in asked)
-    versions = ",".join(dict.fromkeys(versions for _, versions in asked))
-    fix = f"pip install '{name}{versions}'{_FROM.get(name, '')}"
+    # Third Party
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    if name == "rebel-compiler" and simulated and name not in packages:
+        return Result(SKIP, "not installed; a simulated runtime takes its place")
+    found, _ = packages.get(name, ("not installed", ()))
+    misfits, versions = [], set()
+    for asker, (asking, requires) in packages.items():
+        for one in map(Requirement, requires):
+            if canonicalize_name(one.name) != name or not one.specifier:
+                continue
+            if one.marker is None or any(
+                one.marker.evaluate({"extra": extra}) for extra in _EXTRAS
+            ):
+                versions.add(str(one.specifier))
+                if name not in packages or not one.specifier.contains(found, True):
+                    misfits.append(f"{name}{one.specifier} ({asker} {asking})")
+    fix = f"pip install '{name}{','.join(sorted(versions))}'{_FROM.get(name, '')}"
     if name == "lmcache":
-        pin = next((v[2:] for _, v in asked if v.startswith("==")), "VERSION")
-        fix = f"pip install lmcache=={pin.split('+')[0]}+rbln --find-links DIR"
-    if package.problem:
-        return fail(name, f"unreadable: {package.problem}", wanted or name, fix)
-    if package.version is None:
-        if name == "rebel-compiler" and simulated:
-            return skip(name, "not installed; a simulated runtime takes its place")
-        return fail(name, "not installed", wanted or name, fix)
-    try:
-        version = Version(package.version)
-    except InvalidVersion:
-        return fail(name, f"{package.version}: not a version", wanted or name, fix)
-    misfits = [
-        f"{name}{versions} ({asker})"
-        for asker, versions in asked
-        if not SpecifierSet(versions).contains(version, prereleases=True)
-    ]
-    if misfits:
-        return fail(name, package.version, "; ".join(misfits), fix)
-    if name == "lmcache" and not (version.local or "").startswith("rbln"):
-        return fail(
-            name,
-            f"{package.version}: not an RBLN build",
-            "a build with the local version +rbln",
-            fix,
-        )
-    return ok(name, package.version, wishes=[f"{a}: {v}" for a, v in asked])
+        pin = max(versions, default="==VERSION").split("+")[0]
+        fix = f"pip install lmcache{pin}+rbln --find-links DIR"
+        if name in packages and "+rbln" not in found:
+            found += ": not an RBLN build"
+            misfits.append("a build with the local version +rbln")
+    if misfits or name not in packages:
+        return Result(FAIL, found, "; ".join(misfits) or name, fix)
+    return Result(OK, found)
+
+
+def examine_build() -> dict[str, Any]:
+    """Import torch and every native extension of LMCache; runs in a probe.
+
+    Returns:
+        ``torch``, the version ``built_for`` (or None), the extensions that are
+        ``loaded``, and why others are ``broken``.
+    """
+    # Third Party
+    import torch
+
+    spec = util.find_spec("lmcache")
+    if spec is None or not spec.origin:
+        raise ModuleNotFoundError("there is no package lmcache")
+    built_for, loaded, broken = None, [], {}
+    with suppress(Exception):
+        record = import_module("lmcache.v1.platform.devices.rbln.built_with")
+        built_for = record.TORCH_VERSION
+    for path in sorted(Path(spec.origin).parent.glob("*.so")):
+        name = path.name.split(".")[0]
+        try:
+            import_module(f"lmcache.{name}")
+            loaded.append(name)
+        except Exception as error:
+            broken[name] = explain(error)
+    facts = {"built_for": built_for, "loaded": loaded, "broken": broken}
+    return {"torch": str(torch.__version__), **facts}
 
 
 def check_build(facts: Mapping[str, Any]) -> Result:
     """Check that LMCache's native extensions load and are of the installed torch.
 
     Args:
-        facts: The topic ``build`` of the LMCache probe.
+        facts: What :func:`examine_build` returned, or ``error``.
     """
-    name = "LMCache build"
-    wanted = "native extensions that load into the installed torch"
-    fix = (
-        "install the lmcache +rbln wheel for this torch, or build LMCache again where "
-        "this torch is installed"
-    )
+    built_for, running = facts.get("built_for"), facts.get("torch")
     if facts.get("error"):
-        return fail(name, one_line(facts["error"]), wanted, fix)
-    broken: dict[str, str] = facts.get("broken", {})
-    built_for = facts.get("built_for")
-    running = facts.get("torch")
-    if built_for and built_for != running:
-        return fail(
-            name,
-            f"built for torch {built_for}, torch {running} is installed",
-            f"torch {built_for}",
-            fix,
-        )
-    if broken:
-        shown = "; ".join(f"{one}: {why}" for one, why in broken.items())
-        return fail(name, one_line(shown), wanted, fix)
-    loaded = facts.get("loaded", [])
-    if not loaded:
-        return fail(name, "no native extension", wanted, fix)
-    if not built_for:
-        return fail(
-            name,
-            "the RBLN backend has no record of the torch it was built for",
-            "LMCache with the RBLN backend of the +rbln wheel",
-            fix,
-        )
-    return ok(name, f"{len(loaded)} native extensions load, built for torch {running}")
+        found = one_line(facts["error"])
+    elif not built_for:
+        found = "the RBLN backend has no record of the torch it was built for"
+    elif built_for != running:
+        found = f"built for torch {built_for}, torch {running} is installed"
+    elif facts["broken"]:
+        broken = (f"{one}: {why}" for one, why in facts["broken"].items())
+        found = one_line("; ".join(broken))
+    elif not facts["loaded"]:
+        found = "no native extension"
+    else:
+        number = len(facts["loaded"])
+        return Result(OK, f"{number} native extensions load, built for torch {running}")
+    wanted = "the RBLN backend, with native extensions that load into this torch"
+    fix = "install the lmcache +rbln wheel for this torch, or build LMCache again "
+    return Result(FAIL, found, wanted, f"{fix}where this torch is installed")

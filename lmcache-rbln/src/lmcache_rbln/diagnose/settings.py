@@ -5,40 +5,28 @@
 from __future__ import annotations
 
 # Standard
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from typing import Any
 
 # Local
 from lmcache_rbln.diagnose.connector import IN_PROCESS, WITH_SERVER
-from lmcache_rbln.diagnose.result import Result, fail, ok, one_line, skip, warn
-from lmcache_rbln.settings import (
-    VllmFacts,
-    check,
-    fitting_chunk_size,
-    hash_seed_problem,
-    rules,
-    table,
-)
-from lmcache_rbln.settings.config_file import FILE
-from lmcache_rbln.settings.seed import HASH_SEED
-
-_SHOWN = 240
+from lmcache_rbln.diagnose.report import FAIL, OK, SKIP, WARN, Result, one_line
+from lmcache_rbln.settings import check, fitting_chunk_size, rules, table
 
 
 def check_hash_seed(environment: Mapping[str, str]) -> Result:
     """Check that all processes of a server hash a prompt to the same keys."""
-    problem = hash_seed_problem(environment)
-    if problem:
-        return fail("hash seed", problem.found, problem.wanted, problem.fix)
-    return ok("hash seed", f"{HASH_SEED}={environment[HASH_SEED]}")
+    if problem := check.hash_seed_problem(environment):
+        return Result(FAIL, problem.found, problem.wanted, problem.fix)
+    return Result(OK, f"{check.HASH_SEED}={environment[check.HASH_SEED]}")
 
 
 def examine(
     environment: Mapping[str, str],
     connector: str,
     extra: Mapping[str, Any],
-    vllm: VllmFacts,
+    block_size: int | None,
 ) -> dict[str, Any]:
     """Check the settings; runs in the LMCache probe.
 
@@ -46,32 +34,33 @@ def examine(
         environment: The environment of the server.
         connector: The connector's class; empty if it is not known.
         extra: vLLM's ``kv_connector_extra_config``.
-        vllm: What is known of vLLM.
+        block_size: vLLM's, in tokens; None if it is not known.
 
     Returns:
         ``problems``; and for LMCache in process ``values`` (what was set, by name, as
-        it may be shown), ``chunk_size``, ``chunk_place``, ``plugins`` (module of each
-        storage plugin) and ``file``.
+        it may be shown), ``chunk_size``, ``chunk_place`` and ``plugins`` (module of
+        each storage plugin).
     """
     if connector == WITH_SERVER:
-        found = check.examine_server(environment, extra)
+        # It reads none of the others, so they can do no harm, nor any good.
+        others = check.gather(environment, {}).problems
+        found = [replace(problem, harmless=True) for problem in others]
+        found += check.variable_problems(environment)
         return {"problems": [asdict(problem) for problem in found]}
-    settings, found = check.examine(environment, extra, vllm)
+    settings, found = check.examine(environment, extra, block_size)
     if connector != IN_PROCESS:
         # Not known yet: what would keep the other one from working.
-        found += check.mode_problems(environment)
-    values = settings.values
+        found += (p for p in check.variable_problems(environment) if p not in found)
     return {
         "problems": [asdict(problem) for problem in found],
         "values": {
-            name: table.show_setting(name, values[name])
-            for name in settings.entries
-            if name in values
+            name: table.show_setting(name, settings.values[name])
+            for name in settings.where
+            if name in table.definitions()
         },
-        "chunk_size": values.get("chunk_size"),
-        "chunk_place": settings.entry("chunk_size").where,
+        "chunk_size": settings.values["chunk_size"],
+        "chunk_place": settings.place("chunk_size"),
         "plugins": rules.plugins(settings),
-        "file": environment.get(FILE),
     }
 
 
@@ -81,36 +70,28 @@ def check_settings(facts: Mapping[str, Any]) -> Result:
     Args:
         facts: What :func:`examine` returned, or ``error``.
     """
-    name = "settings"
     if facts.get("error"):
         why = one_line(f"not checked: {facts['error']}")
-        return fail(name, why, "an LMCache that can be asked", "see LMCache build")
-    problems: Sequence[Mapping[str, Any]] = [
-        problem
-        for problem in facts.get("problems", ())
-        if problem["setting"] != rules.CHUNK_AND_BLOCK
+        return Result(FAIL, why, "an LMCache that can be asked", "see LMCache build")
+    problems = [
+        p for p in facts.get("problems", ()) if p["setting"] != rules.CHUNK_AND_BLOCK
     ]
     values: Mapping[str, Any] = facts.get("values", {})
+    details = {"values": values, "problems": problems}
     if problems:
         # Many problems often have one wish or fix.
         found, wanted, fix = (
-            "; ".join(dict.fromkeys(str(p[key]) for p in problems))
+            "; ".join(dict.fromkeys(str(problem[key]) for problem in problems))
             for key in ("found", "wanted", "fix")
         )
         harmless = all(problem["harmless"] for problem in problems)
-        report = warn if harmless else fail
-        return report(name, found, wanted, fix, values=values, problems=problems)
-    text = " ".join(f"{key}={value}" for key, value in values.items())
-    source = facts.get("file") or ""
-    text = one_line(text, _SHOWN) or "LMCache's defaults"
-    return ok(name, f"{source}: {text}" if source else text, values=values)
+        return Result(WARN if harmless else FAIL, found, wanted, fix, details)
+    text = one_line(" ".join(f"{key}={value}" for key, value in values.items()), 240)
+    return Result(OK, text or "LMCache's defaults", details=details)
 
 
 def check_chunk(
-    facts: Mapping[str, Any],
-    server_chunk: object,
-    uses_server: bool,
-    block: int | None,
+    facts: Mapping[str, Any], server_chunk: object, uses_server: bool, block: int | None
 ) -> Result:
     """Check that a chunk is a whole number of blocks.
 
@@ -120,31 +101,19 @@ def check_chunk(
         uses_server: Whether there is a server, whose chunk size counts.
         block: vLLM's block size in tokens; None if it is not known.
     """
-    name = "chunk and block"
     chunk = server_chunk if uses_server else facts.get("chunk_size")
     if not isinstance(chunk, int) or chunk < 1:
-        return skip(name, "the chunk size is not known")
-    place = "server" if uses_server else facts.get("chunk_place")
+        return Result(SKIP, "the chunk size is not known")
+    found = f"chunk of {chunk} tokens"
+    found += f" ({'server' if uses_server else facts.get('chunk_place')})"
     if block is None:
-        return skip(name, f"chunk of {chunk} tokens ({place}); give --block-size")
-    problem = next(
-        (
-            problem
-            for problem in facts.get("problems", ())
-            if problem["setting"] == rules.CHUNK_AND_BLOCK
-        ),
-        None,
-    )
-    if uses_server and chunk % block:
-        fit = fitting_chunk_size(chunk, block)
-        return fail(
-            name,
-            f"chunk of {chunk} tokens (server), block of {block}",
-            "a chunk that is a multiple of the block",
-            f"start the server with --chunk-size {fit}, or start vLLM with another "
-            "--block-size",
-        )
-    if problem and not uses_server:
-        fix = f"{problem['fix']}, or start vLLM with another --block-size"
-        return fail(name, f"{problem['found']} ({place})", problem["wanted"], fix)
-    return ok(name, f"chunk of {chunk} tokens ({place}), block of {block}")
+        return Result(SKIP, f"{found}; give --block-size")
+    if chunk % block == 0:
+        return Result(OK, f"{found}, block of {block}")
+    fix = f"start the server with --chunk-size {fitting_chunk_size(chunk, block)}"
+    for problem in facts.get("problems", ()):
+        if problem["setting"] == rules.CHUNK_AND_BLOCK and not uses_server:
+            found, fix = f"{problem['found']} ({facts['chunk_place']})", problem["fix"]
+    wanted = f"a multiple of vLLM's block size {block}"
+    fix += ", or start vLLM with another --block-size"
+    return Result(FAIL, found, wanted, fix)

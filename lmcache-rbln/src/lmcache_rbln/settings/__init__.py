@@ -8,21 +8,14 @@ LMCache itself is asked for the names and types of its settings.
 
 # Local
 from .check import examine, require, require_parsed
-from .chunk import fitting_chunk_size
-from .own import FAIL, RECOMPUTE, Settings
-from .problem import Problem
-from .rules import VllmFacts
-from .seed import hash_seed_problem
+from .own import RECOMPUTE, Settings
+from .rules import fitting_chunk_size
 
 __all__ = [
-    "FAIL",
     "RECOMPUTE",
-    "Problem",
     "Settings",
-    "VllmFacts",
     "examine",
     "fitting_chunk_size",
-    "hash_seed_problem",
     "require",
     "require_parsed",
 ]

@@ -6,58 +6,55 @@ from __future__ import annotations
 
 # Standard
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 import importlib
 
 # Local
-from . import places, rules, table
-from .config_file import FILE, read_file
+from . import own, rules, table
 from .masking import show
-from .places import CONNECTOR, Entry, Settings
-from .problem import Problem
-from .rules import VllmFacts
+from .places import CONNECTOR, Problem, Settings, gather
 
-_BACKEND = "LMCACHE_DEVICE_BACKEND"
-_MODE = "LMCACHE_MP_TRANSFER_MODE"
-_SKIP_SAVE = "LMCACHE_FORCE_SKIP_SAVE"
-_MODES = ("auto", "engine_driven")
-_RBLN = "lmcache.v1.platform.devices.rbln"
+HASH_SEED = "PYTHONHASHSEED"
+#: How the workers of a server hand their KV over.
+MODE = "LMCACHE_MP_TRANSFER_MODE"
+# Variables that other parts read than LMCache's configuration, and their values.
+_WORDS = {
+    "LMCACHE_DEVICE_BACKEND": ("rbln",),
+    MODE: ("auto", "engine_driven"),
+    # LMCache takes any text, also "False".
+    "LMCACHE_FORCE_SKIP_SAVE": ("1", "true", "yes", "on"),
+}
+_SETTINGS = "lmcache.v1.platform.devices.rbln.settings"
+_DETECTOR = "lmcache.v1.gpu_connector.kv_format.detectors.vllm_rbln"
 # Where the backend reads its own variables; each raises ValueError for a bad one.
 _BACKEND_READERS = {
-    "LMCACHE_RBLN_STAGING_MIB": (f"{_RBLN}.settings", "staging_mib"),
-    "LMCACHE_RBLN_TRANSPOSE_THREADS": (f"{_RBLN}.settings", "transpose_threads"),
-    "LMCACHE_RBLN_KV_LAYOUT": (
-        "lmcache.v1.gpu_connector.kv_format.detectors.vllm_rbln",
-        "_axis_setting",
-    ),
+    "LMCACHE_RBLN_STAGING_MIB": (_SETTINGS, "staging_mib"),
+    "LMCACHE_RBLN_TRANSPOSE_THREADS": (_SETTINGS, "transpose_threads"),
+    "LMCACHE_RBLN_KV_LAYOUT": (_DETECTOR, "_axis_setting"),
 }
 
 
 def examine(
-    environment: Mapping[str, str], connector: Mapping[str, Any], facts: VllmFacts
+    environment: Mapping[str, str],
+    connector: Mapping[str, Any],
+    block_size: int | None,
 ) -> tuple[Settings, list[Problem]]:
     """Check every setting of LMCache in process.
 
     Args:
         environment: The environment of the process.
         connector: vLLM's ``kv_connector_extra_config``.
-        facts: vLLM's own settings.
+        block_size: vLLM's block size in tokens; None if it is not known.
 
     Returns:
         The settings that hold, and what is wrong: what does not work first, in the
         order in which it stands in the way, then what has no effect.
     """
-    found = [*_of_environment(environment), *_skipped_stores(environment)]
-    file = environment.get(FILE)
-    entries: dict[Any, Any] = {}
-    if file is not None:
-        entries, problem = read_file(file)
-        found += [problem] if problem else []
-    settings = places.gather(environment, connector, entries, file or "")
-    found += settings.problems + rules.problems(settings, facts)
+    settings = gather(environment, connector)
+    found = [p for p in variable_problems(environment) if p.setting != MODE]
+    found += settings.problems + rules.problems(settings, block_size)
     for key, value in connector.items():
-        if str(key).startswith(rules.own.PREFIX):
+        if str(key).startswith(own.PREFIX):
             found += rules.own_problems(str(key), value, CONNECTOR)
     if all(problem.harmless for problem in found):
         found += rules.lmcache_problems(settings)
@@ -65,14 +62,11 @@ def examine(
 
 
 def require(
-    environment: Mapping[str, str], connector: Mapping[str, Any], facts: VllmFacts
+    environment: Mapping[str, str],
+    connector: Mapping[str, Any],
+    block_size: int | None,
 ) -> Settings:
-    """Refuse to start with settings that do not work.
-
-    Args:
-        environment: The environment of the process.
-        connector: vLLM's ``kv_connector_extra_config``.
-        facts: vLLM's own settings.
+    """Refuse to start with what :func:`examine` finds, or a hash seed that differs.
 
     Returns:
         The settings that hold.
@@ -80,12 +74,14 @@ def require(
     Raises:
         ValueError: A line for each problem.
     """
-    settings, found = examine(environment, connector, facts)
+    settings, found = examine(environment, connector, block_size)
+    if seed := hash_seed_problem(environment):
+        found.insert(0, seed)
     _raise(found)
     return settings
 
 
-def require_parsed(config: Any, settings: Settings, facts: VllmFacts) -> None:
+def require_parsed(config: Any, settings: Settings, block_size: int | None) -> None:
     """Refuse what LMCache has in the end.
 
     A configuration server (``remote_config_url``) may have changed it, or an engine
@@ -94,111 +90,61 @@ def require_parsed(config: Any, settings: Settings, facts: VllmFacts) -> None:
     Args:
         config: LMCache's configuration.
         settings: What :func:`require` returned.
-        facts: vLLM's own settings.
+        block_size: vLLM's block size in tokens.
 
     Raises:
         ValueError: A line for each problem.
     """
-    held = Settings(
-        {
-            name: settings.entries[name]
-            if name in settings.entries and value == settings.values.get(name)
-            else Entry(name, "the configuration server, or start vLLM in a new process")
-            for name in table.definitions()
-            if (value := getattr(config, name)) != table.definitions()[name]["default"]
-        },
-        dict(settings.values) | {n: getattr(config, n) for n in table.definitions()},
-        dict(config.extra_config or {}),
-        settings.extra_place,
-    )
-    _raise(rules.problems(held, facts))
+    held = Settings(dict(settings.where), dict(settings.values), problems=[])
+    for name in table.definitions():
+        if (value := getattr(config, name)) != settings.values[name]:
+            where = f"{name} (of the configuration server or an earlier engine here)"
+            held.put(name, where, value)
+    held.extra = dict(config.extra_config or {})
+    _raise(held.problems + rules.problems(held, block_size))
 
 
-def examine_server(
-    environment: Mapping[str, str], connector: Mapping[str, Any]
-) -> list[Problem]:
-    """Check the settings of ``LMCacheMPConnector``, as far as LMCache would not tell.
-
-    Args:
-        environment: The environment of the process.
-        connector: vLLM's ``kv_connector_extra_config``.
-    """
-    found = list(_of_environment(environment))
-    found += mode_problems(environment)
-    settings = places.gather(environment, {})
-    # It reads none of these, so they can do no harm, nor any good.
-    found += [replace(problem, harmless=True) for problem in settings.problems]
-    prefix, wanted = places.SERVER_PREFIX, "a text host:port, or a list of them"
-    urls = connector.get(f"{prefix}server_urls")
-    texts = [urls] if isinstance(urls, str) else urls
-    if urls and not (
-        isinstance(texts, list) and all(isinstance(text, str) for text in texts)
-    ):
-        entry = Entry(f"{prefix}server_urls", CONNECTOR)
-        shown = f"{entry.where} is {show(urls)}"
-        found.append(Problem(entry.label, shown, wanted, entry.set_to(wanted)))
-    port = connector.get(f"{prefix}port", 1)
-    reading = table.read_number(
-        int(port) if isinstance(port, str) and port.isdecimal() else port,
-        (1, 65535, ""),
-    )
-    if reading.wanted:
-        entry = Entry(f"{prefix}port", CONNECTOR)
-        shown = f"{entry.where} is {show(port, kind='number')}"
-        found.append(
-            Problem(entry.label, shown, reading.wanted, entry.set_to(reading.wanted))
-        )
-    return found
-
-
-def mode_problems(environment: Mapping[str, str]) -> list[Problem]:
-    """Check how the workers of a server hand their KV over.
-
-    Args:
-        environment: The environment of the process.
-    """
-    mode = environment.get(_MODE, "").strip().lower()
-    if not mode or mode in _MODES:
-        return []
-    shown = show(environment[_MODE], ("lmcache_driven",), "number")
-    return [
-        Problem(_MODE, f"{_MODE} is {shown}", " or ".join(_MODES), f"unset {_MODE}")
-    ]
-
-
-def _of_environment(environment: Mapping[str, str]) -> Iterator[Problem]:
+def variable_problems(environment: Mapping[str, str]) -> Iterator[Problem]:
     """Check what is read from the environment by other parts than the configuration."""
-    backend = environment.get(_BACKEND, "").strip().lower()
-    if backend not in ("", "rbln"):
-        shown = show(environment[_BACKEND], kind="number")
-        yield Problem(
-            _BACKEND, f"{_BACKEND} is {shown}", "rbln", f"export {_BACKEND}=rbln"
-        )
+    for variable, words in _WORDS.items():
+        value = environment.get(variable, "").strip().lower()
+        if value and value not in words:
+            shown = show(value, ("lmcache_driven",), "number")
+            fix = f"set {variable}={words[0]}, or unset it"
+            found, wanted = f"{variable} is {shown}", " or ".join(words)
+            yield Problem(variable, found, wanted, fix)
     for variable, (module, function) in _BACKEND_READERS.items():
         if variable not in environment:
             continue
         try:
-            readers = importlib.import_module(module)
+            getattr(importlib.import_module(module), function)()
         except ImportError:
             continue  # LMCache without the RBLN backend
-        try:
-            getattr(readers, function)()
         except ValueError as error:
             value = environment[variable].strip()
-            shown = show(value, kind="number")
-            text = str(error).replace(repr(value), shown)
+            text = str(error).replace(repr(value), show(value, kind="number"))
             yield Problem(variable, text, "a value that has a meaning", "correct it")
 
 
-def _skipped_stores(environment: Mapping[str, str]) -> Iterator[Problem]:
-    value = environment.get(_SKIP_SAVE, "").strip().lower()
-    if value in ("false", "0", "no", "off", "none"):
-        yield Problem(
-            _SKIP_SAVE,
-            f"{_SKIP_SAVE} is {value!r}, and any value keeps LMCache from storing",
-            "1, or no such variable",
-            f"unset {_SKIP_SAVE}",
-        )
+def hash_seed_problem(environment: Mapping[str, str]) -> Problem | None:
+    """Tell why a prompt would get other keys in another process, if it would.
+
+    Python's hashes are LMCache's keys by default.
+
+    Args:
+        environment: The environment.
+    """
+    seed = environment.get(HASH_SEED)
+    if seed is not None and seed.strip().isdecimal() and int(seed) < 2**32:
+        return None
+    got = "it is not set" if seed is None else f"it is {show(seed, ('random',))}"
+    return Problem(
+        HASH_SEED,
+        f"{HASH_SEED} must have a fixed value; {got}",
+        "one number, the same in every process: with another in each, every lookup "
+        "misses",
+        f"export {HASH_SEED}=0",
+    )
 
 
 def _raise(found: list[Problem]) -> None:

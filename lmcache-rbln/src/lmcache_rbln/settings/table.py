@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What LMCache's settings may be: LMCache's own types, and what they leave open.
+"""What LMCache's settings may be: LMCache's own definitions, and what they leave open.
 
 LMCache reads a malformed switch as off, rounds a number down without a word, and goes
 on with ``None`` for what it can't convert.
@@ -9,18 +9,21 @@ on with ``None`` for what it can't convert.
 from __future__ import annotations
 
 # Standard
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
 from typing import Any
+import importlib.util
 import json
 import math
+import re
 import typing
 
 # Local
 from .masking import show
+from .own import read_switch
 
 _GIB = (0, 1 << 16, "GiB")
-_SECONDS = (1, 10**7, "seconds")
 _RATIO = (0, 1, "")
 #: Numbers by setting: least, most, unit. The most tells a value in another unit, such
 #: as bytes for GiB, from a large one.
@@ -29,23 +32,16 @@ RANGES: Mapping[str, tuple[float, float, str]] = {
     "max_local_cpu_size": _GIB,
     "reserve_local_cpu_size": _GIB,
     "max_local_disk_size": (0, 1 << 20, "GiB"),
-    "max_hidden_state_cpu_size": _GIB,
-    "lazy_memory_safe_size": _GIB,
     "lazy_memory_initial_ratio": _RATIO,
     "lazy_memory_expand_trigger_ratio": _RATIO,
     "lazy_memory_step_ratio": _RATIO,
-    "hit_miss_ratio": _RATIO,
     "lookup_timeout_ms": (1, 10**7, "ms"),
-    "blocking_timeout_secs": _SECONDS,
-    "pin_timeout_sec": _SECONDS,
-    "pin_check_interval_sec": _SECONDS,
+    "blocking_timeout_secs": (1, 10**7, "seconds"),
     "internal_api_server_port_start": (1, 65535, ""),
-    "mp_port": (1, 65535, ""),
 }
-#: Words by setting, in any case. LMCache takes another word for its default, or breaks
-#: when it first needs the setting.
-WORDS: Mapping[str, Sequence[str]] = {
-    "cache_policy": ("LRU", "LFU", "FIFO", "MRU"),
+#: Words by setting. LMCache hashes with Python's ``hash`` for one that it does not
+#: know, and of the others says only when it first needs them which ones it takes.
+WORDS: Mapping[str, tuple[str, ...]] = {
     "numa_mode": ("auto", "manual"),
     "remote_serde": ("naive", "kivi", "cachegen"),
     "pre_caching_hash_algorithm": (
@@ -56,11 +52,7 @@ WORDS: Mapping[str, Sequence[str]] = {
         "xxhash",
         "xxhash_cbor",
     ),
-    "chunk_statistics_strategy": ("memory_bloom_filter", "file_hash"),
-    "hidden_states_retrieve_mode": ("prefix_strict", "skip_missing_chunks"),
 }
-# Words of which LMCache compares the spelling.
-_EXACT = ("numa_mode", "remote_serde", "pre_caching_hash_algorithm")
 #: What does not work on RBLN, and why it is refused, not ignored.
 OFF: Mapping[str, str] = {
     "use_layerwise": "layer-wise transfer",
@@ -76,251 +68,147 @@ OFF: Mapping[str, str] = {
     "min_retrieve_tokens": "a least number of tokens to load, which ends the engine "
     "when a preempted request resumes,",
 }
-#: Entries of the extra config that are read on our path: what they may be.
-EXTRA_SWITCHES = (
-    "save_only_first_rank",
-    "remote_enable_mla_worker_id_as0",
-    "enable_nixl_storage",
-    "audit_backend_enabled",
-)
-#: Entries of the extra config that LMCache can't work with on RBLN when they are on.
+#: Entries of the extra config that do not; LMCache takes any text for true.
 EXTRA_OFF: Mapping[str, str] = {
     "save_only_first_rank": "keeping chunks of the first rank only, where every rank "
     "keeps its own,",
     "enable_nixl_storage": "NIXL storage",
 }
-#: Read from ``kv_connector_extra_config`` alone, beside the settings: least, most.
-CONNECTOR_NUMBERS: Mapping[str, tuple[int, int, str]] = {
-    "lmcache.max_tokens_per_load": (0, 1 << 31, "tokens"),
-    "skip_last_n_tokens": (0, 1 << 31, "tokens"),
+#: Read from ``kv_connector_extra_config`` alone, and as it is.
+MAX_TOKENS = "lmcache.max_tokens_per_load"
+# Variables on our path beside the settings.
+_VARIABLES = ("config_file", "device_backend", "force_skip_save", "max_tokens_per_load")
+_RBLN_VARIABLES = ("rbln_kv_layout", "rbln_staging_mib", "rbln_transpose_threads")
+# How settings begin that have no effect without what is off on RBLN.
+_OFF_FAMILIES = ("pd_", "p2p_", "nixl_", "gds_", "maru_", "blend_")
+_KINDS = {
+    bool: "true or false; LMCache reads anything else as false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    dict: "a JSON object",
+    list[int]: "whole numbers, separated by commas",
+    list[float]: "numbers, separated by commas",
+    list[str]: "texts, separated by commas",
 }
-CONNECTOR_SWITCHES = ("discard_partial_chunks",)
-# A setting for which LMCache takes an empty text for a value.
-_NOT_EMPTY = ("remote_url",)
-# Words by which people say that there is no value.
-_NOTHING = ("", "none", "null")
-_BOOLEANS = ("true", "false", "1", "0")
-_SWITCH = "true or false; LMCache reads anything else as false"
 
 
-@dataclass(frozen=True)
-class Reading:
-    """What LMCache makes of a value.
-
-    Attributes:
-        value: The value as LMCache has it then.
-        wanted: What it should have been; empty if it is right.
-    """
-
-    value: Any = None
-    wanted: str = ""
-
-
-def definitions() -> Mapping[str, Mapping[str, Any]]:
+def definitions() -> Mapping[str, dict[str, Any]]:
     """Return LMCache's definition of each of its settings."""
     # First Party
     from lmcache.v1.config import LMCacheEngineConfig
 
-    found: Mapping[str, Mapping[str, Any]] = LMCacheEngineConfig._config_definitions
+    found: Mapping[str, dict[str, Any]] = LMCacheEngineConfig._config_definitions
     return found
 
 
-def is_unset(name: str, text: str) -> bool:
-    """Return whether LMCache goes on as without a variable that says nothing.
-
-    It does where it can't convert the text; of one that it can, it takes the words.
-
-    Args:
-        name: A setting of LMCache's.
-        text: The text of its variable.
-    """
-    definition = definitions()[name]
-    if text.strip().casefold() not in _NOTHING or definition["default"] is not None:
-        return False
-    try:
-        definition["env_converter"](text)
-    except ValueError:
-        return True
-    return False
-
-
-def default_of(name: str) -> Any:
-    """Return LMCache's default of a setting; None if it has none."""
-    if name in CONNECTOR_NUMBERS:
-        return CONNECTOR_NUMBERS[name][0]
-    return definitions().get(name, {}).get("default")
-
-
+@cache
 def aliases() -> Mapping[str, str]:
     """Return the older names that LMCache still takes for a setting's."""
     # First Party
-    from lmcache.v1 import config
+    from lmcache.v1.config import _CONFIG_ALIASES, _DEPRECATED_CONFIGS
 
     # It knows more of them, and ignores those.
-    deprecated = getattr(config, "_DEPRECATED_CONFIGS", {})
-    return {
-        old: new
-        for old, new in getattr(config, "_CONFIG_ALIASES", {}).items()
-        if old in deprecated
-    }
+    return {o: new for o, new in _CONFIG_ALIASES.items() if o in _DEPRECATED_CONFIGS}
 
 
-def read(name: str, value: Any) -> Reading:
+def effective() -> list[str]:
+    """Return the names, in lower case, of all that has an effect on RBLN."""
+    settings = [
+        name
+        for name in definitions()
+        if name not in OFF and not name.startswith(_OFF_FAMILIES)
+    ]
+    return [*settings, *_VARIABLES, *_RBLN_VARIABLES]
+
+
+@cache
+def _known_variables() -> frozenset[str]:
+    """Return every ``LMCACHE_*`` name in LMCache's sources."""
+    spec = importlib.util.find_spec("lmcache")
+    found: set[str] = set()
+    for folder in (spec and spec.submodule_search_locations) or ():
+        for path in Path(folder).rglob("*.py"):
+            text = path.read_text(encoding="utf-8", errors="replace")
+            found.update(re.findall(r"LMCACHE_[A-Z0-9_]+", text))
+    return frozenset(found - {"LMCACHE_"})
+
+
+def is_variable_of_lmcache(variable: str) -> bool:
+    """Return whether a variable's name, or how it begins, is in LMCache's sources."""
+    families = tuple(name for name in _known_variables() if name.endswith("_"))
+    return variable in _known_variables() or variable.startswith(families)
+
+
+def kind_of(name: str) -> Any:
+    """Return the type of a setting's values, without ``None``."""
+    kind = definitions()[name]["type"]
+    choices = typing.get_args(kind)
+    return choices[0] if type(None) in choices else kind
+
+
+def read(name: str, value: Any) -> tuple[Any, str]:
     """Read a value as LMCache does.
 
     Args:
         name: A setting of LMCache's.
         value: What stands for it; a variable's text without its quotes.
+
+    Returns:
+        The value as LMCache has it then, and what it should have been; that is empty
+        if it is right.
     """
-    definition = definitions()[name]
-    kind = _kind(definition)
+    definition, kind = definitions()[name], kind_of(name)
+    default, limits = definition["default"], RANGES.get(name)
+    wanted = _KINDS.get(kind, "a value that LMCache can read")
+    if limits:
+        wanted += f" from {limits[0]} to {limits[1]} {limits[2]}".rstrip()
+    if name in WORDS:
+        wanted = " or ".join(WORDS[name])
     if value is None:
-        return (
-            Reading() if _may_be_none(definition) else Reading(None, kind or "a value")
-        )
-    if kind == _SWITCH:
-        return read_switch(value)
-    if kind == _OBJECT:
-        return read_object(value)
-    if not _is_like(kind, value):
-        return Reading(None, _say(name, kind))
+        optional = default is None or type(None) in typing.get_args(definition["type"])
+        return (None, "") if optional else (default, wanted)
     try:
         converted = definition["env_converter"](value)
+        is_well = not _is_misread(kind, value, converted, default)
+    except json.JSONDecodeError as error:
+        # Its text may hold secrets; where it breaks does not.
+        place = f"line {error.lineno} column {error.colno}"
+        return default, f"{wanted}; {error.msg} at {place}"
     except Exception:
-        return Reading(None, _say(name, kind))
-    infinite = isinstance(converted, float) and not math.isfinite(converted)
-    if infinite and converted != definition["default"]:
-        return Reading(None, f"a finite number{_range_text(RANGES.get(name))}")
-    if name in _NOT_EMPTY and converted == "":
-        return Reading(None, "a value, or no such setting at all")
-    words = WORDS.get(name)
-    if words and converted is not None:
-        spelt = converted if name in _EXACT else str(converted).casefold()
-        if spelt not in (words if name in _EXACT else [w.casefold() for w in words]):
-            return Reading(None, " or ".join(words))
-    return Reading(converted)
+        return default, wanted
+    if converted is not None:
+        is_well &= not limits or limits[0] <= converted <= limits[1]
+        is_well &= name not in WORDS or converted in WORDS[name]
+        # LMCache takes an empty text for a value here.
+        is_well &= (name, converted) != ("remote_url", "")
+    return (converted, "") if is_well else (default, wanted)
 
 
-def read_switch(value: Any) -> Reading:
-    """Read a switch as LMCache does, which knows four spellings."""
-    word = str(value).strip().lower() if isinstance(value, bool | int | str) else ""
-    if word not in _BOOLEANS:
-        return Reading(None, _SWITCH)
-    return Reading(word in ("true", "1"))
+def says_nothing(name: str, text: str) -> bool:
+    """Return whether LMCache goes on as without a variable, unable to convert it."""
+    if text.strip().lower() not in ("", "none", "null") or kind_of(name) is str:
+        return False
+    return definitions()[name]["default"] is None and bool(read(name, text)[1])
 
 
-def read_object(value: Any) -> Reading:
-    """Read an extra config: an object, or its JSON."""
-    if isinstance(value, str) and value:
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
-            # Its text may hold secrets; where it breaks does not.
-            place = f"line {error.lineno} column {error.colno}"
-            return Reading(None, f"{_OBJECT}; {error.msg} at {place}")
-        except (ValueError, RecursionError):
-            return Reading(None, f"{_OBJECT} that can be parsed")
-    if value is None or value == "":
-        return Reading()
-    if not isinstance(value, dict):
-        return Reading(None, _OBJECT)
-    return Reading(value)
-
-
-def read_number(value: Any, limits: tuple[float, float, str]) -> Reading:
-    """Read a whole number that LMCache takes from vLLM's configuration as it is."""
-    wanted = f"a whole number{_range_text(limits)}"
-    if not _is_like(_WHOLE, value) or isinstance(value, str):
-        return Reading(None, wanted)
-    low, high, _ = limits
-    return Reading(int(value)) if low <= value <= high else Reading(None, wanted)
-
-
-def out_of_range(name: str, value: Any) -> str:
-    """Return the range that a value is not in; empty if it is, or there is none."""
-    limits = RANGES.get(name)
-    if limits is None or not isinstance(value, int | float):
-        return ""
-    low, high, _ = limits
-    return "" if low <= value <= high else _say(name, _kind(definitions()[name]))
+def _is_misread(kind: Any, value: Any, converted: Any, default: Any) -> bool:
+    """Return whether LMCache makes something else of a value without an error."""
+    if kind is bool:
+        return read_switch(value) is None
+    if kind is str:
+        return isinstance(value, bool | dict | list)
+    if kind is dict:
+        return not isinstance(converted, dict | None)
+    if isinstance(converted, float) and not math.isfinite(converted):
+        return converted != default
+    if isinstance(value, str):
+        return False
+    given = value if isinstance(value, list) or kind in (int, float) else [value]
+    return isinstance(value, bool) or bool(converted != given)
 
 
 def show_setting(name: str, value: Any) -> str:
     """Return a setting's value as it may be printed."""
-    definition = definitions().get(name)
-    if definition is None:
-        return show(value, (), "number")
-    kind = _kind(definition)
-    words = (*WORDS.get(name, ()), *_NOTHING)
-    if kind in (_SWITCH, _WHOLE, _NUMBER, _WHOLES, _NUMBERS):
-        return show(value, words, "number")
-    if name in ("local_disk", "runtime_plugin_locations"):
-        return show(value, words, "path")
-    if name in ("storage_plugins", "remote_storage_plugins"):
-        return show(
-            value if not isinstance(value, str) else value.split(","), (), "name"
-        )
-    return show(value, words)
-
-
-_WHOLE, _NUMBER, _OBJECT, _TEXT = (
-    "a whole number",
-    "a number",
-    "a JSON object",
-    "a text",
-)
-_WHOLES, _NUMBERS, _TEXTS = (
-    "whole numbers, separated by commas",
-    "numbers, separated by commas",
-    "texts, separated by commas",
-)
-_KINDS = {
-    "int": _WHOLE,
-    "float": _NUMBER,
-    "str": _TEXT,
-    "_parse_local_disk": _TEXT,
-    "_to_bool": _SWITCH,
-    "_to_int_list": _WHOLES,
-    "_to_float_list": _NUMBERS,
-    "_to_str_list": _TEXTS,
-}
-
-
-def _may_be_none(definition: Mapping[str, Any]) -> bool:
-    optional = type(None) in typing.get_args(definition["type"])
-    return optional or definition["default"] is None
-
-
-def _kind(definition: Mapping[str, Any]) -> str:
-    if "dict" in str(definition["type"]).lower():
-        return _OBJECT
-    if definition["type"] is bool:
-        return _SWITCH
-    return _KINDS.get(getattr(definition["env_converter"], "__name__", ""), "")
-
-
-def _is_like(kind: str, value: Any) -> bool:
-    """Return whether LMCache takes a value for what it is, and not for another."""
-    if isinstance(value, list):
-        one = {_WHOLES: _WHOLE, _NUMBERS: _NUMBER, _TEXTS: _TEXT, "": _TEXT}.get(kind)
-        return one is not None and all(_is_like(one, entry) for entry in value)
-    if isinstance(value, bool | dict):
-        return False
-    if kind in (_WHOLE, _WHOLES) and isinstance(value, float):
-        return kind == _WHOLE and value.is_integer()
-    if kind in (_NUMBERS, _WHOLE, _WHOLES, _NUMBER):
-        return isinstance(value, int | float | str)
-    if kind == _TEXTS:
-        return isinstance(value, str)
-    return isinstance(value, str | int | float)
-
-
-def _say(name: str, kind: str) -> str:
-    return f"{kind or 'a value that LMCache can read'}{_range_text(RANGES.get(name))}"
-
-
-def _range_text(limits: tuple[float, float, str] | None) -> str:
-    if limits is None:
-        return ""
-    low, high, unit = limits
-    return f" from {low} to {high} {unit}".rstrip()
+    kind = "name" if name.endswith("storage_plugins") else "number"
+    return show(value, WORDS.get(name, ()), kind)

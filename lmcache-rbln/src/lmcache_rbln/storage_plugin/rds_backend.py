@@ -17,33 +17,19 @@ import torch
 from lmcache.logging import init_logger
 from lmcache.utils import CacheEngineKey, get_size_bytes
 from lmcache.v1.config import LMCacheEngineConfig
-from lmcache.v1.memory_management import (
-    MemoryAllocatorInterface,
-    MemoryFormat,
-    MemoryObj,
-)
+from lmcache.v1.memory_management import MemoryFormat, MemoryObj
 from lmcache.v1.metadata import LMCacheMetadata
 from lmcache.v1.storage_backend.abstract_backend import AllocatorBackendInterface
 
 # Local
-from . import allocator_choice
-from .rds_device import RDSDevice, RDSError
-from .rds_failures import Failures
-from .rds_index import ChunkIndex
-from .rds_metrics import RDSMetrics
-from .rds_reader import ChunkReader
-from .rds_regions import RegionPool
-from .rds_settings import RDSSettings, read_settings
-from .rds_staging import StagingAllocator, all_or_none
-from .rds_threads import DaemonThreads
-from .rds_transfer import ChunkTransfer, region_bytes
-from .rds_waits import StoreWaits, deadline_in
-from .rds_writer import ChunkWriter, OnComplete
+from .rds.device import RDSDevice, RDSError
+from .rds.metrics import metrics_of
+from .rds.settings import read_settings
+from .rds.staging import StagingAllocator, all_or_none
+from .rds.store import ChunkStore, OnComplete
+from .rds.threads import DaemonThreads
 
 logger = init_logger(__name__)
-
-# This module is imported when LMCache loads the plugin, before it chooses an allocator.
-allocator_choice.install()
 
 #: Longest wait for what is being written and read when the backend is closed.
 _CLOSE_TIMEOUT_S = 9.0
@@ -77,49 +63,26 @@ class RDSBackend(AllocatorBackendInterface):
         dst_device: str = "rbln:0",
     ) -> None:
         super().__init__(dst_device=dst_device)
-        self.settings = read_settings(config.extra_config)
+        self.settings = settings = read_settings(config.extra_config)
         _require_usable(config, metadata, local_cpu_backend, torch.device(dst_device))
         self.config = config
         self.metadata = metadata
         self.loop = loop
-        self._device = RDSDevice(torch.device(dst_device), self.settings.numa_node)
-        self._metrics = RDSMetrics(config, metadata)
+        self._device = RDSDevice(torch.device(dst_device), settings.numa_node)
+        self._metrics = metrics_of(config, metadata)
         self._allocator = self.initialize_allocator(config, metadata)
-        nbytes = region_bytes(self._allocator.slot_bytes)
-        self._regions = RegionPool(
-            self._device, nbytes, _most_regions(self.settings, nbytes)
+        overlapped = settings.overlaps(metadata.world_size)
+        self._store = ChunkStore(
+            self._device, self._allocator, self._metrics, settings, overlapped
         )
-        self._index = ChunkIndex(self._regions.give_back)
-        transfer = ChunkTransfer(self._device, self.settings.checksum)
-        overlapped = self.settings.overlaps(metadata.world_size)
-        self._failures = Failures(self.settings.failure_policy)
-        self._writer = ChunkWriter(
-            self._index,
-            self._regions,
-            transfer,
-            self._metrics,
-            self._failures,
-            overlapped,
-            self._show_state,
-        )
-        self._reader = ChunkReader(
-            self._allocator,
-            self._index,
-            transfer,
-            self._metrics,
-            self._failures,
-            self.settings.wait_timeout,
-            self._show_state,
-        )
-        self._waits = StoreWaits(self.settings.wait_timeout)
+        # Until when the store that a thread is putting together may wait.
+        self._waits = threading.local()
         # For what LMCache's event loop must not wait for.
         self._threads = DaemonThreads(2, "rds-reader")
-        self._lock = threading.Lock()
-        self._closed = False
         self._cut_lookups = False
         # Pinned keys of asynchronous lookups; of the event loop's thread alone.
         self._prefetched: dict[str, list[CacheEngineKey]] = {}
-        if self.settings.checksum == "header":
+        if settings.checksum == "header":
             logger.warning(
                 "rds_checksum=header: bit errors in a chunk's payload are not found"
             )
@@ -130,10 +93,10 @@ class RDSBackend(AllocatorBackendInterface):
             self._allocator.num_slots,
             self._allocator.slot_bytes,
             "overlapped" if overlapped else "synchronous",
-            _most_regions(self.settings, nbytes) or "as many as fit",
-            self.settings.failure_policy,
+            self._store.limit or "as many as fit",
+            settings.failure_policy,
         )
-        self._show_state()
+        self._store.show_state()
 
     def __str__(self) -> str:
         return self.__class__.__name__
@@ -147,7 +110,7 @@ class RDSBackend(AllocatorBackendInterface):
         chunk_bytes = get_size_bytes(metadata.get_shapes(), metadata.get_dtypes())
         return StagingAllocator(self._device, self.settings.buffer_bytes, chunk_bytes)
 
-    def get_memory_allocator(self) -> MemoryAllocatorInterface:
+    def get_memory_allocator(self) -> StagingAllocator:
         """Return the device staging memory."""
         return self._allocator
 
@@ -166,7 +129,8 @@ class RDSBackend(AllocatorBackendInterface):
         """Take staging memory for a chunk.
 
         While writes are under way their memory comes back, so it is waited for, at most
-        ``rds_wait_timeout`` for all chunks that are stored together.
+        ``rds_wait_timeout`` from the first chunk of a store on: LMCache asks for one
+        after the other, in one thread, and hands them over together.
 
         Args:
             shapes: Of the tensors in the chunk.
@@ -178,15 +142,19 @@ class RDSBackend(AllocatorBackendInterface):
         Returns:
             The object with one reference, or ``None``: nothing more is to be stored.
         """
-        left = self._waits.left()
+        now = time.monotonic()
+        end = getattr(self._waits, "end", now)
+        if end <= now:
+            end = self._waits.end = now + self.settings.wait_timeout
         obj = self._allocator.allocate_within(
-            shapes, dtypes, fmt, lambda: left() if self._writer.busy else 0.0
+            shapes,
+            dtypes,
+            fmt,
+            lambda: end - time.monotonic() if self._store.busy else 0.0,
         )
         if obj is None:
-            self._waits.end()
-            self._metrics.add("staging_failures")
-        else:
-            self._waits.waited(left, obj)
+            self._waits.end = now
+            self._metrics["staging_failures"].inc()
         return obj
 
     def batched_allocate(
@@ -199,9 +167,7 @@ class RDSBackend(AllocatorBackendInterface):
         busy_loop: bool = True,
     ) -> list[MemoryObj] | None:
         """Take staging memory for several chunks, or ``None``."""
-        return all_or_none(
-            lambda: self.allocate(shapes, dtypes, fmt, eviction, busy_loop), batch_size
-        )
+        return all_or_none(lambda: self.allocate(shapes, dtypes, fmt), batch_size)
 
     def calculate_chunk_budget(self) -> int:
         """Return how many chunks the staging memory holds."""
@@ -211,7 +177,7 @@ class RDSBackend(AllocatorBackendInterface):
 
     def exists_in_put_tasks(self, key: CacheEngineKey) -> bool:
         """Tell whether a key is being written."""
-        return self._index.is_writing(key)
+        return self._store.index.is_writing(key)
 
     def batched_submit_put_task(
         self,
@@ -237,27 +203,12 @@ class RDSBackend(AllocatorBackendInterface):
                 overlapped one before it.
         """
         started = time.perf_counter()
-        self._waits.end()
-        self._failures.surface()
-        future = self._writer.submit(keys, objs, on_complete_callback)
-        self._failures.surface()
-        self._metrics.observe("submit_seconds", time.perf_counter() - started)
+        self._waits.end = 0.0
+        self._store.raise_pending()
+        future = self._store.put(keys, objs, on_complete_callback)
+        self._store.raise_pending()
+        self._metrics["submit_seconds"].observe(time.perf_counter() - started)
         return None if future is None else [future]
-
-    async def async_batched_submit_put_task(
-        self,
-        keys: Sequence[CacheEngineKey],
-        objs: list[MemoryObj],
-        transfer_spec: Any = None,
-        on_complete_callback: OnComplete | None = None,
-    ) -> None:
-        """Write chunks from the event loop without blocking it."""
-        await asyncio.get_running_loop().run_in_executor(
-            self._threads,
-            lambda: self.batched_submit_put_task(
-                keys, objs, transfer_spec, on_complete_callback
-            ),
-        )
 
     # ---- lookup ---------------------------------------------------------------------
 
@@ -276,7 +227,7 @@ class RDSBackend(AllocatorBackendInterface):
             pin: Whether to keep the counted ones from eviction.
         """
         limit = self._allocator.usable_slots
-        found = self._index.count_prefix(keys, pin, limit)
+        found = self._store.index.count_prefix(keys, pin, limit)
         if found == limit < len(keys) and not self._cut_lookups:
             self._cut_lookups = True
             logger.warning(
@@ -285,8 +236,8 @@ class RDSBackend(AllocatorBackendInterface):
                 len(keys),
                 limit,
             )
-        self._metrics.add("lookup_hits", found)
-        self._metrics.add("lookup_misses", len(keys) - found)
+        self._metrics["lookup_hits"].inc(found)
+        self._metrics["lookup_misses"].inc(len(keys) - found)
         return found
 
     async def batched_async_contains(
@@ -304,11 +255,11 @@ class RDSBackend(AllocatorBackendInterface):
 
     def pin(self, key: CacheEngineKey) -> bool:
         """Keep a key from eviction."""
-        return self._index.pin(key)
+        return self._store.index.pin(key)
 
     def unpin(self, key: CacheEngineKey) -> bool:
         """Allow a key's eviction again."""
-        return self._index.unpin(key)
+        return self._store.index.unpin(key)
 
     def touch_cache(self) -> None:
         """Do nothing: lookups order the keys themselves."""
@@ -336,27 +287,14 @@ class RDSBackend(AllocatorBackendInterface):
             RDSError: Under ``rds_failure_policy: raise``, if the storage failed now or
                 in an overlapped write before.
         """
-        self._failures.surface()
-        objs = self._reader.load(keys)
+        self._store.raise_pending()
+        objs = self._store.load(keys)
         try:
-            self._failures.surface()
+            self._store.raise_pending()
         except RDSError:
-            for obj in objs:
-                if obj is not None:
-                    obj.ref_count_down()
+            _let_go(objs)
             raise
         return objs
-
-    def get_non_blocking(
-        self, key: CacheEngineKey, location: str | None = None
-    ) -> Future | None:
-        """Restore a chunk in the background; ``None`` if it is not stored."""
-        if not self.contains(key):
-            return None
-        try:
-            return self._threads.submit(lambda: self._reader.load([key])[0])
-        except RuntimeError:  # closed
-            return None
 
     async def batched_get_non_blocking(
         self,
@@ -374,7 +312,7 @@ class RDSBackend(AllocatorBackendInterface):
         """
         objs: list[MemoryObj | None] = []
         try:
-            load = self._threads.submit(self._reader.load, keys)
+            load = self._threads.submit(self._store.load, keys)
             # Not what is awaited: that is cancelled both with this call and by close.
             done = asyncio.wrap_future(load)
             await asyncio.wait([done])
@@ -384,70 +322,44 @@ class RDSBackend(AllocatorBackendInterface):
             pass
         finally:
             for key in self._prefetched.pop(lookup_id, ()):
-                self._index.unpin(key)
+                self._store.index.unpin(key)
         prefix = list(itertools.takewhile(lambda obj: obj is not None, objs))
-        for obj in objs[len(prefix) :]:
-            if obj is not None:
-                obj.ref_count_down()
+        _let_go(objs[len(prefix) :])
         return cast("list[MemoryObj]", prefix)
 
     # ---- removal, end ---------------------------------------------------------------
 
     def remove(self, key: CacheEngineKey, force: bool = True) -> bool:
         """Forget a key; a pinned one only with ``force``."""
-        removed = self._index.remove(key, force)
-        self._show_state()
+        removed = self._store.index.remove(key, force)
+        self._store.show_state()
         return removed
 
     def clear(self) -> int:
-        """Forget all keys that are not pinned.
-
-        Returns:
-            The number of tokens they held.
-        """
-        cleared = self._index.clear()
-        self._show_state()
+        """Forget all keys that are not pinned; returns how many tokens they held."""
+        cleared = self._store.index.clear()
+        self._store.show_state()
         return sum(entry.shapes[0][entry.fmt.token_dim()] for entry in cleared)
 
     def close(self) -> None:
         """Stop: what is not being written yet is dropped, regions go back."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-        left = deadline_in(_CLOSE_TIMEOUT_S)
+        end = time.monotonic() + _CLOSE_TIMEOUT_S
         self._allocator.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        self._writer.close(_CLOSE_TIMEOUT_S)
-        self._index.close()
-        self._regions.close()
+        self._threads.close(cancel=True)
+        self._store.close(_CLOSE_TIMEOUT_S)
         # A thread that Python ends in the middle of a copy may take the process along.
-        if not self._threads.join(left()):
+        if not self._threads.join(max(0.0, end - time.monotonic())):
             logger.error(
                 "An RDS read has not ended within %.0f s; going on without it",
                 _CLOSE_TIMEOUT_S,
             )
-
-    def _show_state(self) -> None:
-        self._metrics.set("chunks", len(self._index))
-        self._metrics.set("used_bytes", self._regions.held_bytes)
-        free = self._allocator.free_slots * self._allocator.slot_bytes
-        self._metrics.set("staging_free_bytes", free)
+        self._store.io.close()
 
 
-def _most_regions(settings: RDSSettings, nbytes: int) -> int:
-    """Most regions of a size that the settings allow; 0: no limit."""
-    limits = []
-    if settings.max_chunks:
-        limits.append(settings.max_chunks)
-    if settings.capacity:
-        limits.append(settings.capacity_bytes // nbytes)
-        if not limits[-1]:
-            raise ValueError(
-                f"rds_capacity of {settings.capacity} MiB holds no chunk of {nbytes} "
-                "bytes; raise it, or leave it out for no limit"
-            )
-    return min(limits, default=0)
+def _let_go(objs: Sequence[MemoryObj | None]) -> None:
+    for obj in objs:
+        if obj is not None:
+            obj.ref_count_down()
 
 
 def _require_usable(
@@ -456,32 +368,38 @@ def _require_usable(
     local_cpu_backend: Any,
     device: torch.device,
 ) -> None:
-    if metadata.role == "scheduler":
-        raise ValueError(
+    """Refuse a configuration or a machine with which this backend can't work."""
+    groups = metadata.get_num_groups()
+    refused = [
+        (
+            metadata.role == "scheduler",
             "the RDS index is in the worker, the scheduler cannot look it up; set "
-            "enable_scheduler_bypass_lookup to false"
-        )
-    if config.use_layerwise:
-        raise ValueError(
-            "RDSBackend stores whole chunks; set LMCACHE_USE_LAYERWISE=False"
-        )
-    if local_cpu_backend is not None or config.local_cpu:
-        raise ValueError(
+            "enable_scheduler_bypass_lookup to false",
+        ),
+        (
+            config.use_layerwise,
+            "RDSBackend stores whole chunks; set LMCACHE_USE_LAYERWISE=False",
+        ),
+        (
+            local_cpu_backend is not None or config.local_cpu,
             "RDSBackend works without LMCache's CPU tier; set LMCACHE_LOCAL_CPU=False "
-            "and LMCACHE_MAX_LOCAL_CPU_SIZE=0"
-        )
-    if device.type != "rbln":
-        raise ValueError(
+            "and LMCACHE_MAX_LOCAL_CPU_SIZE=0",
+        ),
+        (
+            device.type != "rbln",
             f"RDSBackend needs an RBLN NPU, LMCache runs on {device}; set "
-            "LMCACHE_DEVICE_BACKEND=rbln to learn why"
-        )
-    if not hasattr(torch.rbln, "Stream"):
-        raise ValueError(
+            "LMCACHE_DEVICE_BACKEND=rbln to learn why",
+        ),
+        (
+            not hasattr(torch.rbln, "Stream"),
             "RDSBackend needs streams of the NPU, which this torch-rbln does not have; "
-            "install torch-rbln 0.12.0"
-        )
-    if metadata.get_num_groups() != 1:
-        raise ValueError(
-            f"RDSBackend stores one kind of layer, the model has "
-            f"{metadata.get_num_groups()} groups"
-        )
+            "install torch-rbln 0.12.0",
+        ),
+        (
+            groups != 1,
+            f"RDSBackend stores one kind of layer, the model has {groups} groups",
+        ),
+    ]
+    for wrong, why in refused:
+        if wrong:
+            raise ValueError(why)

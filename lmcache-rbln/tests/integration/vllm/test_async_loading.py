@@ -8,6 +8,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 import queue
+import threading
 import uuid
 
 # Third Party
@@ -17,6 +18,9 @@ import torch
 # First Party
 from lmcache.v1.cache_engine import LMCacheEngineBuilder
 from lmcache.v1.config import LMCacheEngineConfig
+from lmcache.v1.lookup_client.lmcache_async_lookup_client import (
+    LMCacheAsyncLookupClient,
+)
 from lmcache.v1.metadata import LMCacheMetadata
 
 pytestmark = pytest.mark.npu
@@ -94,3 +98,27 @@ def test_a_chunk_is_loaded_again_and_again() -> None:
         assert device.loaded == [1.0] * 3
     finally:
         LMCacheEngineBuilder.destroy(name)
+
+
+def test_an_aborted_request_is_remembered_until_its_lookup_has_ended() -> None:
+    """LMCache 0.5.6 kept all whose lookup had ended before, for ever."""
+    client = LMCacheAsyncLookupClient.__new__(LMCacheAsyncLookupClient)
+    sent: list[bytes] = []
+    socket = SimpleNamespace(send=lambda message, copy: sent.append(message))
+    vars(client).update(
+        reqs_status={"looking": None},
+        aborted_lookups=set(),
+        first_lookup_time={},
+        lock=threading.Lock(),
+        push_sockets=[socket],
+        world_size=1,
+    )
+    for request in ("looking", "looked up before", "never looked up"):
+        client.cancel_lookup(request)
+    client._cleanup_finished_aborted_lookups()
+    assert client.aborted_lookups == {"looking"} and not sent
+    client.reqs_status["looking"] = CHUNK
+    client._cleanup_finished_aborted_lookups()
+    assert not client.aborted_lookups and not client.reqs_status
+    [message] = sent
+    assert b"looking" in message

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+import asyncio
 import logging
 import os
 import threading
@@ -25,9 +26,10 @@ def vllm_config(extra: dict[str, Any] | None = None) -> Any:
         kv_transfer_config=SimpleNamespace(
             kv_connector_extra_config=extra or {},
             kv_load_failure_policy="fail",
+            engine_id="engine",
         ),
         cache_config=SimpleNamespace(block_size=128),
-        parallel_config=SimpleNamespace(world_size=1),
+        parallel_config=SimpleNamespace(world_size=1, rank=0),
     )
 
 
@@ -63,7 +65,7 @@ def test_hash_seed(
         monkeypatch.delenv("PYTHONHASHSEED")
     else:
         monkeypatch.setenv("PYTHONHASHSEED", seed)
-    with pytest.raises(RuntimeError, match="export PYTHONHASHSEED=0"):
+    with pytest.raises(ValueError, match="export PYTHONHASHSEED=0"):
         construct(role, vllm_config())
 
 
@@ -71,11 +73,11 @@ def test_hash_seed(
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ({"lmcache.use_layerwise": True}, "set lmcache.use_layerwise to False"),
-        ({"lmcache.enable_blending": "true"}, "set lmcache.enable_blending to False"),
-        ({"lmcache.chunk_size": 100}, "set lmcache.chunk_size to 128"),
-        ({"rds_buffer_size": 64}, "move rds_buffer_size into LMCACHE_EXTRA_CONFIG"),
-        ({"lmcache_rbln.allow_degraded": "perhaps"}, "wants true or false"),
+        ({"lmcache.use_layerwise": True}, "unset lmcache.use_layerwise in kv_conn"),
+        ({"lmcache.enable_blending": "true"}, "unset lmcache.enable_blending in kv_"),
+        ({"lmcache.chunk_size": 100}, "set lmcache.chunk_size in .* to 128"),
+        ({"rds_buffer_size": 64}, "move it to LMCACHE_EXTRA_CONFIG"),
+        ({"lmcache_rbln.allow_degraded": "perhaps"}, "must be true or false"),
         ({"lmcache_rbln.degraded": True}, "did you mean lmcache_rbln.allow_degraded"),
     ],
 )
@@ -176,6 +178,25 @@ def test_every_rank_keeps_and_looks_up_its_own_chunks(
     assert made.lookup_server_worker_ids == (given or [0, 1])
 
 
+def test_lmcaches_api_sets_nothing(lmcache_config: Any) -> None:
+    """POST /conf of its internal API server, off by default."""
+    # First Party
+    from lmcache.v1.internal_api_server.vllm import conf_api
+    from lmcache_rbln.integration.vllm import service
+
+    config = service.engine_config(vllm_config())
+    state = SimpleNamespace(lmcache_adapter=SimpleNamespace(config=config))
+
+    async def body() -> dict[str, Any]:
+        return {"use_layerwise": True, "chunk_size": 7}
+
+    request: Any = SimpleNamespace(app=SimpleNamespace(state=state), json=body)
+    answer = asyncio.run(conf_api.set_config(request))
+    assert answer.status_code == 400
+    assert b"not mutable" in answer.body
+    assert (config.use_layerwise, config.chunk_size) == (False, 256)
+
+
 class Manager:
     """LMCache's manager, as far as the connector asks it."""
 
@@ -210,7 +231,10 @@ def connector_over(manager: Manager, allow_degraded: bool) -> Any:
     made._failures = ["Failed to create backend Plugin: rds_x must be 1"]
     closed: list[bool] = []
     engine: Any = SimpleNamespace(
-        _manager=manager, shutdown=lambda: closed.append(True), closed=closed
+        _manager=manager,
+        lmcache_engine=manager.lmcache_engine,
+        shutdown=lambda: closed.append(True),
+        closed=closed,
     )
     made._lmcache_engine = engine
     return made
@@ -260,7 +284,9 @@ def test_kernel_blocks_unlike_the_scheduler_s_stop_the_registration() -> None:
     stops: list[None] = []
     parts: dict[str, Any] = {
         "_vllm_config": vllm_config(),
-        "_paged_kv": SimpleNamespace(register=lambda _: SimpleNamespace(block_size=64)),
+        "_paged_kv": SimpleNamespace(
+            register=lambda _: SimpleNamespace(desc=SimpleNamespace(bs=64))
+        ),
         "shutdown": lambda: stops.append(None),
     }
     for name, part in parts.items():
@@ -325,7 +351,8 @@ def test_a_start_that_fails_half_way_ends_what_it_began(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # First Party
-    from lmcache_rbln.integration.vllm import connector, refusal, service
+    from lmcache.integration.vllm import front_process
+    from lmcache_rbln.integration.vllm import connector, service
 
     def stock(*_: Any, **__: Any) -> None:
         raise OSError("no socket")
@@ -334,7 +361,7 @@ def test_a_start_that_fails_half_way_ends_what_it_began(
     left: list[Exception] = []
     monkeypatch.setattr(service, "create_engine", lambda *_: object())
     monkeypatch.setattr(service, "destroy_engine", lambda: destroyed.append(True))
-    monkeypatch.setattr(refusal, "leave", left.append)
+    monkeypatch.setattr(front_process, "leave_reason", left.append)
     monkeypatch.setattr(connector.LMCacheConnectorV1Dynamic, "__init__", stock)
     before = set(connector._open)
     with pytest.raises(OSError, match="no socket") as caught:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 # Standard
 from typing import Any
+from pathlib import Path
 import inspect
 import re
 
@@ -94,14 +95,44 @@ def test_vllm_rbln_finds_its_hook_and_the_class() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["_manager", "_invalid_block_ids", "_request_trackers"]
-    + ["_requests_priority", "load_specs", "kv_caches", "device", "_block_size"],
+    ["_manager", "_request_trackers", "_requests_priority"]
+    + ["load_specs", "kv_caches", "device", "lookup_client", "lmcache_engine"],
 )
 def test_what_we_use_of_lmcache_s_adapter_is_there(name: str) -> None:
     # First Party
     from lmcache.integration.vllm.vllm_v1_adapter import LMCacheConnectorV1Impl
 
-    assert f"self.{name}" in inspect.getsource(LMCacheConnectorV1Impl)
+    assert re.search(
+        rf"self\.{name}\b|def {name}\(", inspect.getsource(LMCacheConnectorV1Impl)
+    )
+
+
+def test_private_names_of_lmcache_are_these_and_in_one_module() -> None:
+    # First Party
+    from lmcache.integration.vllm import lmcache_connector_v1, vllm_v1_adapter
+    from lmcache.v1 import manager
+    from lmcache_rbln.integration.vllm import private_names
+
+    private = r"(?:adapter|manager|engine|connector|tracker)\.(_[a-z]\w*)"
+    source = inspect.getsource(private_names)
+    used = {*re.findall(private, source), *re.findall(r'"(_\w+)"', source)}
+    assert used == {
+        "_init_failed_reason",
+        "_lmcache_engine",
+        "_manager",
+        "_request_trackers",
+        "_requests_priority",
+    }
+    theirs = "".join(
+        map(inspect.getsource, (lmcache_connector_v1, vllm_v1_adapter, manager))
+    )
+    for name in used:
+        assert f"self.{name}" in theirs
+    for path in Path(private_names.__file__).parents[2].rglob("*.py"):
+        if path.name != "private_names.py":
+            text = path.read_text(encoding="utf-8")
+            assert not re.findall(private, text), path
+            assert not used & set(re.findall(r"\b_\w+", text)), path
 
 
 def test_what_we_use_of_vllm_s_requests_is_there() -> None:

@@ -44,23 +44,6 @@ def spec(name: str, block_size: int = 128, **more: Any) -> Any:
     return getattr(module, name)(block_size=block_size, **sizes, **more)
 
 
-@pytest.mark.parametrize("environ", [{}, {"PYTHONHASHSEED": ""}])
-def test_no_hash_seed(environ: dict[str, str]) -> None:
-    with pytest.raises(RuntimeError, match="export PYTHONHASHSEED=0"):
-        startup_checks.require_hash_seed(environ)
-
-
-@pytest.mark.parametrize("value", ["random", " RANDOM ", "abc"])
-def test_a_random_hash_seed(value: str) -> None:
-    with pytest.raises(RuntimeError, match="export PYTHONHASHSEED=0"):
-        startup_checks.require_hash_seed({"PYTHONHASHSEED": value})
-
-
-@pytest.mark.parametrize("value", ["0", "12345"])
-def test_a_fixed_hash_seed(value: str) -> None:
-    startup_checks.require_hash_seed({"PYTHONHASHSEED": value})
-
-
 def test_what_is_supported() -> None:
     startup_checks.require_supported(vllm_config(), groups(128))
     startup_checks.require_supported(vllm_config(256), None)

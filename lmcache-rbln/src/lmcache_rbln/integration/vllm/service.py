@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 import logging
+import os
 
 # Third Party
 from vllm.distributed.parallel_state import get_tp_group
@@ -26,8 +27,10 @@ from lmcache.v1.cache_engine import LMCacheEngine, LMCacheEngineBuilder
 from lmcache.v1.config import LMCacheEngineConfig
 from lmcache.v1.config_base import validate_and_set_config_value
 from lmcache.v1.pin_monitor import PinMonitor
+from lmcache.v1.rpc_utils import ServiceKind, get_zmq_rpc_path_lmcache
+from lmcache_rbln.integration.vllm import private_names, startup_checks
 from lmcache_rbln.paged_kv import RBLNPagedKVConnector, TransferFailedError
-from lmcache_rbln.paged_kv_device import DeviceBlockTransfer
+from lmcache_rbln.settings.table import definitions
 
 if TYPE_CHECKING:
     # Third Party
@@ -69,11 +72,45 @@ def engine_config(vllm_config: VllmConfig) -> LMCacheEngineConfig:
     if _EXTRA_CONFIG in transfer_config.kv_connector_extra_config:
         # LMCache applies these once more, and would take that out again.
         transfer_config.kv_connector_extra_config[_EXTRA_CONFIG] = config.extra_config
+    for definition in definitions().values():
+        # LMCache's API (POST /conf) would set, while serving, what is refused at start.
+        definition["mutable"] = False
     if not config.lookup_server_worker_ids:
         config.lookup_server_worker_ids = list(
             range(vllm_config.parallel_config.world_size)
         )
     return config
+
+
+def socket_paths(config: LMCacheEngineConfig, vllm_config: VllmConfig) -> list[str]:
+    """List the files of the sockets that LMCache may bind in this process.
+
+    Args:
+        config: LMCache's configuration.
+        vllm_config: vLLM's configuration.
+
+    Returns:
+        Those of this rank, as worker and as scheduler.
+    """
+    transfer_config = vllm_config.kv_transfer_config
+    assert transfer_config is not None and transfer_config.engine_id is not None
+    lookup = transfer_config.kv_connector_extra_config.get("lmcache_rpc_port", 0)
+    offload = int(os.environ.get("LMCACHE_OFFLOAD_RPC_PORT", 100))
+    rank = vllm_config.parallel_config.rank
+    services: list[tuple[ServiceKind, Any]] = [
+        ("lookup", lookup),
+        ("lookup_worker", lookup),
+        ("lookup_scheduler", lookup),
+        ("offload", offload),
+    ]
+    paths = [
+        get_zmq_rpc_path_lmcache(transfer_config.engine_id, name, port, rank)
+        for name, port in services
+    ]
+    if prefix := config.internal_api_server_socket_path_prefix:
+        first = config.internal_api_server_port_start
+        paths += [f"{prefix}_{first}", f"{prefix}_{first + 1 + rank}"]
+    return paths
 
 
 def create_engine(
@@ -99,7 +136,7 @@ def create_engine(
     factory = VllmServiceFactory(config, vllm_config, "worker")
     metadata = factory.get_or_create_metadata()
     assert metadata is not None
-    paged_kv = RBLNPagedKVConnector(metadata, DeviceBlockTransfer())
+    paged_kv = RBLNPagedKVConnector(metadata)
     tp_group = get_tp_group()
     engine = LMCacheEngineBuilder.get_or_create(
         ENGINE_NAME,
@@ -118,6 +155,31 @@ def destroy_engine() -> None:
     if LMCacheEngineBuilder.get(ENGINE_NAME) is not None:
         LMCacheEngineBuilder.destroy(ENGINE_NAME)
     PinMonitor.DestroyInstance()
+
+
+def start_problems(adapter: Any) -> list[str]:
+    """Return what LMCache could not start, and would go on without.
+
+    Args:
+        adapter: Does the connector's work.
+
+    Returns:
+        One sentence for each, empty if all is well.
+    """
+    problems = []
+    if (failure := private_names.start_failure(adapter)) is not None:
+        problems.append(startup_checks.exception_of(failure))
+    engine = adapter.lmcache_engine
+    if engine is not None and engine.storage_manager is not None:
+        sizes = zip(
+            engine.metadata.get_shapes(), engine.metadata.get_dtypes(), strict=True
+        )
+        problems += startup_checks.missing_tiers(
+            engine.config,
+            engine.storage_manager.storage_backends,
+            sum(shape.numel() * dtype.itemsize for shape, dtype in sizes),
+        )
+    return problems
 
 
 @contextmanager

@@ -10,38 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 # First Party
 from lmcache.v1.config import LMCacheEngineConfig
-from lmcache_rbln.settings import VllmFacts, hash_seed_problem
 
 if TYPE_CHECKING:
     # Third Party
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
-
-
-def vllm_facts(vllm_config: VllmConfig) -> VllmFacts:
-    """Return what the settings must go with.
-
-    Args:
-        vllm_config: vLLM's configuration.
-    """
-    return VllmFacts(
-        block_size=vllm_config.cache_config.block_size,
-        world_size=vllm_config.parallel_config.world_size,
-    )
-
-
-def require_hash_seed(environ: Mapping[str, str]) -> None:
-    """Refuse a process whose block hashes differ from other processes'.
-
-    Args:
-        environ: The process's environment.
-
-    Raises:
-        RuntimeError: If PYTHONHASHSEED is no fixed number.
-    """
-    problem = hash_seed_problem(environ)
-    if problem:
-        raise RuntimeError(str(problem))
 
 
 def require_supported(
@@ -161,13 +134,6 @@ def missing_tiers(
         if name.startswith("RemoteBackend")
         and getattr(backend, "connection", backend) is None
     ]
-    keeps = [name for name in backends if name != "LocalCPUBackend"]
-    if not keeps and not config.local_cpu and not missing:
-        missing.append(
-            "no storage tier is on, so nothing would ever be kept; set "
-            "LMCACHE_LOCAL_CPU=True and LMCACHE_MAX_LOCAL_CPU_SIZE, or configure "
-            "another tier"
-        )
     cpu_bytes = int(config.max_local_cpu_size * 2**30)
     if "LocalCPUBackend" in backends and cpu_bytes < chunk_bytes:
         missing.append(

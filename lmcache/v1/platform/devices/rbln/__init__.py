@@ -30,6 +30,9 @@ from lmcache.v1.platform.devices._rbln_runtime import (
 if TYPE_CHECKING:
     # First Party
     from lmcache.v1.multiprocess.group_view import EngineGroupInfo
+    from lmcache.v1.multiprocess.transfer_context.async_engine_driven import (
+        AsyncEngineDrivenTransferContext,
+    )
     from lmcache.v1.platform.base.device_ops import DeviceOps
 
 logger = init_logger(__name__)
@@ -114,6 +117,18 @@ class RblnDeviceSpec(DeviceSpec):
     def is_lmcache_driven_available(self) -> bool:
         """Return False: transfers are engine-driven only, also under ``auto``."""
         return False
+
+    @property
+    def async_engine_driven_context_cls(
+        self,
+    ) -> type[AsyncEngineDrivenTransferContext]:
+        """The worker's transfers, imported on first use."""
+        # First Party
+        from lmcache.v1.platform.devices.rbln.transfer_context import (
+            RblnTransferContext,
+        )
+
+        return RblnTransferContext
 
     def check_engine_groups(
         self,

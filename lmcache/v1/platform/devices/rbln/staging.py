@@ -30,7 +30,8 @@ logger = init_logger(__name__)
 
 #: Bytes of one buffer. A copy of it spends little of its time on its fixed cost.
 BUFFER_BYTES = 8 << 20
-#: Transfers of a process that stage at a time, at most; LMCache's five threads fit.
+#: Transfers of a process that stage at a time, at most; a worker's four threads that
+#: store and four that restore fit.
 MAX_LEASES = 8
 
 #: torch-rbln has 32 streams of a device, and gives them out one after the other.

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CPU tier's memory is there as long as another tier copies from it."""
+
+# Standard
+from pathlib import Path
+from typing import Any
+import threading
+import uuid
+
+# Third Party
+import pytest
+import torch
+
+# First Party
+from lmcache.v1.cache_engine import LMCacheEngineBuilder
+from lmcache.v1.config import LMCacheEngineConfig
+from lmcache.v1.metadata import LMCacheMetadata
+from lmcache.v1.storage_backend.connector.fs_connector import FSConnector
+from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
+from lmcache.v1.storage_backend.remote_backend import RemoteBackend
+
+pytestmark = pytest.mark.npu
+
+CHUNK = 16
+LAYERS, HIDDEN = 2, 8
+
+
+class PagedKV:
+    """Fills every chunk with one number."""
+
+    def batched_from_gpu(self, objs: list[Any], *_: Any, **__: Any) -> None:
+        for obj in objs:
+            obj.tensor.fill_(1.5)
+
+
+def test_a_write_under_way_is_ended_before_the_cpu_tier_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, closing, gone = (threading.Event() for _ in range(3))
+    when: list[str] = []
+    put, close, close_cpu = (
+        FSConnector.put,
+        RemoteBackend.close,
+        LocalCPUBackend.close,
+    )
+
+    async def slow_put(self: Any, key: Any, memory_obj: Any) -> None:
+        def write() -> None:
+            begun.set()
+            closing.wait(300)
+            gone.wait(0.2)  # what used to come first
+
+        await self.loop.run_in_executor(None, write)
+        when.append("copied")
+        await put(self, key, memory_obj)
+
+    def announced_close(self: Any) -> None:
+        closing.set()
+        close(self)
+
+    def noted_close(self: Any) -> None:
+        when.append("closed")
+        gone.set()
+        close_cpu(self)
+
+    monkeypatch.setattr(FSConnector, "put", slow_put)
+    monkeypatch.setattr(RemoteBackend, "close", announced_close)
+    monkeypatch.setattr(LocalCPUBackend, "close", noted_close)
+    name = uuid.uuid4().hex
+    device: Any = PagedKV()
+    engine = LMCacheEngineBuilder.get_or_create(
+        name,
+        LMCacheEngineConfig.from_defaults(
+            chunk_size=CHUNK,
+            max_local_cpu_size=0.01,
+            remote_url=f"fs://host:0/{tmp_path}",
+            pre_caching_hash_algorithm="sha256_cbor",
+        ),
+        LMCacheMetadata(
+            model_name="m",
+            world_size=1,
+            local_world_size=1,
+            worker_id=0,
+            local_worker_id=0,
+            kv_dtype=torch.float32,
+            kv_shape=(LAYERS, 1, CHUNK, 1, HIDDEN),
+            role="worker",
+            chunk_size=CHUNK,
+        ),
+        device,
+        lambda tensor, source: None,
+        lambda value, source: value,
+    )
+    engine.post_init()
+    try:
+        engine.store(list(range(CHUNK)), req_id="r")
+        assert begun.wait(300)
+    finally:
+        LMCacheEngineBuilder.destroy(name)
+    assert when == ["copied", "closed"]
+    [file] = tmp_path.glob("*.data")
+    wanted = torch.full((LAYERS, CHUNK, HIDDEN), 1.5).numpy().tobytes()
+    assert file.read_bytes().endswith(wanted)
