@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 # First Party
 from lmcache import kv_transpose
-from lmcache.v1.platform.devices.rbln import kv_transfer, staging
+from lmcache.v1.platform.devices.rbln import block_transfer, staging
 from lmcache.v1.platform.devices.rbln.staging import Lease, StagingArena
 
 pytestmark = [pytest.mark.npu, pytest.mark.deferred]
@@ -71,9 +71,9 @@ class FailAt(TorchDispatchMode):
 def whole_capacity(arena: StagingArena) -> None:
     """Show that all buffers can be leased."""
     assert arena.in_use() == (0, 0)
-    lease = Lease(BUFFERS)
+    lease = Lease(DEVICE, BUFFERS)
     try:
-        arena.acquire(lease, DEVICE)
+        arena.acquire(lease)
         assert len({buffer.data_ptr() for buffer in lease.buffers}) == BUFFERS
     finally:
         arena.release(lease)
@@ -89,8 +89,7 @@ def test_a_failed_transfer_is_drained_and_gives_its_buffers_back(
     chunk = random_bits(CASE.chunk_shape(128), CASE.dtype, 9)
     with pytest.raises(RuntimeError, match="planted"), FailAt(count):
         transfer(CASE, to_chunks, device_layers, [chunk], [2], 128)
-    for lane in arena._lanes:
-        assert all(stream.query() for stream in lane.streams.values())
+    assert all(lane.stream.query() for lane in arena._lanes[DEVICE])
     whole_capacity(arena)
     # The next transfer through the same buffers is right.
     device_layers = [upload(layer, "rbln:0") for layer in layers]
@@ -101,14 +100,14 @@ def test_a_failed_transfer_is_drained_and_gives_its_buffers_back(
     assert_same_bytes(got, wanted)
 
 
-def not_drained(**_: object) -> None:
+def not_drained(*_: object) -> None:
     raise kv_transpose.NotDrained("the reason")
 
 
-def with_transfer(monkeypatch: pytest.MonkeyPatch, function: Any) -> None:
+def with_run(monkeypatch: pytest.MonkeyPatch, function: Any) -> None:
     native = MagicMock(wraps=kv_transpose, NotDrained=kv_transpose.NotDrained)
-    native.transfer = function
-    monkeypatch.setattr(kv_transfer, "kv_transpose", lambda: native)
+    native.run = function
+    monkeypatch.setattr(block_transfer, "kv_transpose", lambda: native)
 
 
 @pytest.mark.parametrize("to_host", [True, False])
@@ -120,8 +119,8 @@ def test_staging_that_was_not_drained_is_taken_back_later(
     # The caller must not take the blocks for free.
     said = f"in flight.*may still {'read' if to_host else 'write'} blocks.*the reason"
     with monkeypatch.context() as patch:
-        with_transfer(patch, not_drained)
-        with pytest.raises(RuntimeError, match=said):
+        with_run(patch, not_drained)
+        with pytest.raises(block_transfer.StillInFlightError, match=said):
             transfer(CASE, to_host, layers, [chunk], [0], 128)
     # The device is well, so a probe tells so, once it is through.
     while arena.in_use() != (0, 0):
@@ -138,7 +137,7 @@ def test_chunks_that_the_device_may_still_use_are_named(
     chunk = torch.zeros(case.chunk_shape(8), dtype=case.dtype, pin_memory=True)
     arena = StagingArena(1, 1)
     monkeypatch.setattr(staging, "_process_arena", arena)
-    with_transfer(monkeypatch, not_drained)
+    with_run(monkeypatch, not_drained)
     with pytest.raises(RuntimeError, match="memory of the chunks. Do not reuse"):
         transfer(case, True, [layer], [chunk], [4, 1], 8)
     # Its probe is not in flight any more when its memory goes.

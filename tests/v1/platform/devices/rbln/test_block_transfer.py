@@ -139,6 +139,7 @@ def test_head_blocks_larger_than_a_staging_buffer(
 ) -> None:
     """Pieces are split by plane, heads and tokens, down to a few tokens."""
     monkeypatch.setattr(staging, "BUFFER_BYTES", buffer_bytes)
+    monkeypatch.setattr(staging, "_process_arena", staging.StagingArena(4, 2))
     case = Case(layout, 2, 6, 3, 8, 16, torch.float16)
     check_both_directions(
         case, device, [5, 0, 1, 2, 4], 2, partial_tokens=3, skip_blocks=1
