@@ -5,7 +5,10 @@
 #   make test    run all tests
 #   make bench   measure KV transfers against their targets, in about three minutes
 #   make lint    ruff, mypy, clang-format
-#   make wheel   build both wheels and LMCache's sdist into dist/
+#   make wheel   build both wheels and LMCache's sdist into dist/; LMCACHE=next: of the
+#                second release of LMCache that upstream.toml pins
+#   make setup-next   make .venv-next: that release in front of the packages of .venv
+#   make test-next    run its tests there
 #   make bump VERSION=X.Y.Z   move to another release of LMCache, see docs/bump.md
 #   make clean   remove what builds made; .venv stays (make distclean removes it too)
 
@@ -20,15 +23,22 @@ SERVING_TESTS := tests/e2e tests/examples tests/support tests/buildkite tests/do
     tests/benchmarks/test_mp_server.py
 # Tests that compile, and so keep CPUs busy: they come last, when the others are ending.
 BUILD_TESTS := tests/build
+NEXT_TESTS := tests/v1/gpu_connector tests/v1/multiprocess tests/upstream \
+    tests/integration lmcache-rbln/tests/integration/vllm/test_interface.py \
+    tests/build/test_patches.py \
+    tests/e2e/test_transport.py::test_server_restarts_while_the_worker_serves
 TESTS := $(wildcard tests sim/tests lmcache-rbln/tests)
 PYTHON_SOURCES := $(wildcard setup.py conftest.py setup_extensions dev tools lmcache \
     sim lmcache-rbln examples benchmarks tests .buildkite)
 CXX_SOURCES = $(shell git ls-files '*.cc' '*.cpp' '*.h')
 
-.PHONY: setup help demo bench bump test test-serving test-others test-native lint wheel clean distclean
+.PHONY: setup setup-next test-next help demo bench bump test test-serving test-others test-native lint wheel clean distclean
 
 setup:
-	@$(PYTHON) dev/setup_env.py
+	@LMCACHE= $(PYTHON) dev/setup_env.py
+
+setup-next: setup
+	@LMCACHE=next $(PYTHON) dev/setup_env.py
 
 # What the list above says.
 help:
@@ -46,6 +56,11 @@ bench: setup
 # Three parts at once: CI has two cores, and two parts leave a quarter of them idle.
 test: setup
 	@$(MAKE) --no-print-directory -j3 test-serving test-others test-native
+
+# Of the second release: detection, transfers through its workers and its server,
+# LMCache's own tests, one engine; and that both releases store the same.
+test-next: setup-next
+	.venv-next/bin/python -m pytest $(NEXT_TESTS) --runtime sim $(PYTEST_ARGS)
 
 test-serving:
 	$(BIN)/python -m pytest $(SERVING_TESTS) $(PYTEST_ARGS)
@@ -79,7 +94,7 @@ wheel: setup
 	$(BIN)/python -m build --no-isolation --wheel --outdir dist lmcache-rbln
 
 bump: setup
-	$(BIN)/python tools/bump_upstream.py $(VERSION)
+	$(BIN)/python tools/bump_upstream.py $(VERSION) $(BUMP_ARGS)
 
 clean:
 	$(MAKE) -C sim clean

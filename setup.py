@@ -8,6 +8,7 @@ LMCache's own ``setup.py`` there. ``egg_info`` and ``sdist`` are about this repo
 alone: they stage nothing.
 
 Settings (environment):
+    LMCACHE: ``next`` builds the second release that ``upstream.toml`` pins.
     BUILD_WITH_RBLN: 1 builds for RBLN where torch_rbln is not installed.
     LMCACHE_SDIST: an LMCache sdist or checkout to use instead of the download.
     LMCACHE_BUILD_CACHE: folder for the download and for compiled extensions
@@ -39,6 +40,7 @@ ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "setup_extensions"))
 from lmcache_overlay import (  # noqa: E402
     LITTER,
+    NEXT,
     PATCHES,
     SHIPPED,
     Upstream,
@@ -247,18 +249,19 @@ def write_torch_record(stage: Path) -> None:
     )
 
 
-def stage_key(*, editable: bool) -> str:
+def stage_key(upstream: Upstream, *, editable: bool) -> str:
     """Return a hash over all that a stage is made from.
 
     Args:
+        upstream: The pin.
         editable: Our files are links: of them only the names count.
     """
     import torch
 
-    digest = hashlib.sha256(torch.__version__.encode())
+    digest = hashlib.sha256(f"{torch.__version__} {upstream.sha256}".encode())
     for name in ("setup.py", "setup_extensions/lmcache_overlay.py", "upstream.toml"):
         digest.update((ROOT / name).read_bytes())
-    for path in sorted((ROOT / PATCHES).glob("*.patch")):
+    for path in sorted((ROOT / PATCHES).rglob("*.patch")):
         digest.update(b"\0" + path.read_bytes())
     for name in our_files(ROOT, SHIPPED):
         digest.update(b"\0" + name.encode())
@@ -285,8 +288,9 @@ def make_stage(upstream: Upstream, cache: Path, *, editable: bool) -> Path:
     Raises:
         SystemExit: Anything is not as declared; an existing stage stays as it was.
     """
-    stage = BUILD / ("editable" if editable else "wheel")
-    stamp, key = stage / ".stage-key", stage_key(editable=editable)
+    kind = "editable" if editable else "wheel"
+    stage = BUILD / "-".join(filter(None, (kind, upstream.release)))
+    stamp, key = stage / ".stage-key", stage_key(upstream, editable=editable)
     right = stamp.is_file() and stamp.read_text(encoding="utf-8") == key
     if right and not os.environ.get("LMCACHE_SDIST"):
         shutil.rmtree(stage / "build", ignore_errors=True)
@@ -296,7 +300,7 @@ def make_stage(upstream: Upstream, cache: Path, *, editable: bool) -> Path:
         unpack(upstream, fresh, cache)
         check_collisions(upstream, ROOT, fresh)
         lay_over(upstream, ROOT, fresh, link=editable)
-        apply_patches(ROOT, fresh)
+        apply_patches(ROOT, fresh, upstream.release)
         change_requirements(upstream, fresh)
         write_torch_record(fresh)
         if editable:
@@ -383,8 +387,17 @@ def describe(upstream: Upstream) -> None:
     )
 
 
+def release_asked_for() -> str:
+    """Return what ``LMCACHE`` says, or else which release this sdist was made for."""
+    info = ROOT / "PKG-INFO"
+    if "LMCACHE" not in os.environ and info.is_file():
+        second = Upstream.load(ROOT / "upstream.toml", NEXT).full_version
+        return NEXT if f"\nVersion: {second}\n" in info.read_text("utf-8") else ""
+    return os.environ.get("LMCACHE", "")
+
+
 if __name__ == "__main__":
-    pin = Upstream.load(ROOT / "upstream.toml")
+    pin = Upstream.load(ROOT / "upstream.toml", release_asked_for())
     words = set(sys.argv[1:])
     if words & BUILD_COMMANDS:
         build(pin, words)

@@ -89,11 +89,11 @@ class Worker:
         tokens = load.blocks * load.block_size
         # No two requests share a chunk.
         first = ((turn * 64 + load.worker) * 64 + request) * tokens
-        return IPCCacheServerKey(
+        return IPCCacheServerKey.from_token_ids(
             model_name=MODEL_NAME,
             world_size=1,
             worker_id=None if lookup else 0,
-            token_ids=tuple(range(first, first + tokens)),
+            token_ids=list(range(first, first + tokens)),
             start=0,
             end=tokens,
             request_id=f"{name}-{turn}-{load.worker}-{request}",

@@ -3,6 +3,9 @@
 
 Every step is done once and again only when what it depends on changes, so that a
 second run ends at once. Runs with the standard library alone, before ``.venv`` exists.
+
+With ``LMCACHE=next`` it makes ``.venv-next``: the packages of ``.venv``, which must be
+there, and in front of them LMCache's second release.
 """
 
 from __future__ import annotations
@@ -22,12 +25,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-VENV = ROOT / ".venv"
+BASE = ROOT / ".venv"
+NEXT = os.environ.get("LMCACHE") == "next"
+VENV = ROOT / ".venv-next" if NEXT else BASE
 PYTHON = VENV / "bin" / "python"
 STATE = VENV / "setup-state.json"
 LOG = VENV / "setup.log"
 #: There while .venv is made, outside of it: an interrupted .venv has no STATE yet.
-MAKING = ROOT / "build" / ".making-venv"
+MAKING = ROOT / "build" / f".making-{VENV.name[1:]}"
 REQUIREMENTS = ROOT / "dev" / "requirements"
 PYTHON_VERSION = (3, 11)  # what the requirement files were resolved for
 HEARTBEAT_S = 15
@@ -112,7 +117,7 @@ def execute(command: list[str]) -> None:
     """
     environ = {
         **os.environ,
-        "PATH": f"{VENV / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        "PATH": os.pathsep.join([f"{VENV}/bin", f"{BASE}/bin", os.environ["PATH"]]),
         "VIRTUAL_ENV": str(VENV),
         "MAX_JOBS": os.environ.get("MAX_JOBS", str(os.cpu_count() or 1)),
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
@@ -143,8 +148,9 @@ def execute(command: list[str]) -> None:
 
 
 def pip(*arguments: str) -> None:
-    """Run pip inside ``.venv``."""
-    execute([str(PYTHON), "-m", "pip", *arguments])
+    """Run pip of ``.venv`` for the environment."""
+    there = ["--python", str(PYTHON)] if NEXT else []
+    execute([str(BASE / "bin" / "python"), "-m", "pip", *there, *arguments])
 
 
 # ---- the steps ----------------------------------------------------------------------
@@ -191,16 +197,36 @@ def check_place() -> None:
 
 
 def make_venv() -> None:
-    """Make ``.venv`` afresh, with the pip of the host if Python brings none."""
+    """Make the environment afresh, with the pip of the host if Python brings none."""
     # Not .venv's own interpreter, should that be the active one.
     host = getattr(sys, "_base_executable", sys.executable)
     command = [host, "-m", "venv"]
+    if NEXT:
+        subprocess.run([*command, "--clear", "--without-pip", str(VENV)], check=True)
+        stand_on_base()
+        return
     full = subprocess.run(
         [*command, "--clear", str(VENV)], capture_output=True, check=False
     )
     if full.returncode != 0:  # Debian leaves ensurepip out of python3.11
         subprocess.run([*command, "--clear", "--without-pip", str(VENV)], check=True)
         execute([host, "-m", "pip", "--python", str(PYTHON), "install", "pip"])
+
+
+def stand_on_base() -> None:
+    """Give ``.venv-next`` what ``.venv`` has: its packages and its commands.
+
+    Python does not look for ``.pth`` files there, so what is editable is not among it.
+    """
+    site = Path("lib", "python3.11", "site-packages")
+    (VENV / site / "base.pth").write_text(f"{BASE / site}\n", encoding="utf-8")
+    for command in filter(Path.is_file, (BASE / "bin").iterdir()):
+        text = command.read_bytes()
+        first = f"#!{BASE}/bin/python".encode()
+        if text.startswith(first) and not (VENV / "bin" / command.name).exists():
+            copy = VENV / "bin" / command.name
+            copy.write_bytes(text.replace(first, f"#!{VENV}/bin/python".encode(), 1))
+            copy.chmod(0o755)
 
 
 def install(name: str) -> None:
@@ -313,7 +339,9 @@ STEPS = {
         "LMCache with our files (the first time compiles for a minute or two)",
         overlay_inputs,
         lambda: install_editable("."),
-        product=ROOT / "build" / "editable" / "lmcache" / "__init__.py",
+        product=ROOT.joinpath(
+            "build", "editable-next" if NEXT else "editable", "lmcache", "__init__.py"
+        ),
     ),
     "sim": Step(
         "the simulated NPU",
@@ -327,6 +355,10 @@ STEPS = {
         lambda: install_editable("lmcache-rbln"),
     ),
 }
+
+
+if NEXT:  # the others are .venv's
+    STEPS = {name: STEPS[name] for name in ("overlay", "sim", "extension")}
 
 
 def read_state() -> dict[str, str]:
@@ -347,7 +379,7 @@ def set_up() -> None:
     if not state:
         check_machine()
         check_place()
-        print("setting up .venv", flush=True)
+        print(f"setting up {VENV.name}", flush=True)
         MAKING.touch()
         make_venv()
         state = {"python": sys.version}
@@ -368,7 +400,7 @@ def set_up() -> None:
         STATE.write_text(json.dumps(state, indent=1), encoding="utf-8")
         print(f"      done in {time.monotonic() - begin:.0f} s", flush=True)
     spent = f"ready after {time.monotonic() - start:.0f} s"
-    print(f".venv is {spent if due else 'up to date'}", flush=True)
+    print(f"{VENV.name} is {spent if due else 'up to date'}", flush=True)
 
 
 def main() -> int:

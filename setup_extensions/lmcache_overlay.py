@@ -25,6 +25,8 @@ SHIPPED = ("csrc", "lmcache", "requirements", "setup_extensions")
 COMPARED = (".buildkite", "benchmarks", "docs", "examples", "tests")
 # Changes inside of files that stay LMCache's.
 PATCHES = "patches"
+# The second pin, and the folder of PATCHES with what differs in it.
+NEXT = "next"
 SPDX = "SPDX-License-Identifier: Apache-2.0"
 LITTER = {"__pycache__", ".mypy_cache", ".pytest_cache", ".ruff_cache"}
 
@@ -36,8 +38,9 @@ def fail(wanted: str, got: str, fix: str) -> SystemExit:
 
 @dataclass(frozen=True)
 class Upstream:
-    """The pin and the declared differences, as read from ``upstream.toml``."""
+    """A pin and the declared differences, as read from ``upstream.toml``."""
 
+    release: str
     name: str
     version: str
     sha256: str
@@ -48,20 +51,30 @@ class Upstream:
     relaxed: dict[str, str]
 
     @classmethod
-    def load(cls, path: Path) -> Upstream:
+    def load(cls, path: Path, release: str = "") -> Upstream:
         """Read ``upstream.toml``.
 
         Args:
             path: The file to read.
+            release: Whose pin: ``""`` is the default one, ``next`` the second.
 
         Returns:
             Its content.
 
         Raises:
-            SystemExit: A path is declared twice.
+            SystemExit: There is no such pin, or a path is declared twice.
         """
         data = tomllib.loads(path.read_text(encoding="utf-8"))
-        pin, requirements = data["upstream"], data["requirements"]
+        if release and (release != NEXT or release not in data):
+            raise fail(
+                f"no LMCACHE, or LMCACHE={NEXT} and a table [{NEXT}] in {path.name}",
+                f"LMCACHE={release}",
+                "unset LMCACHE for the default release",
+            )
+        pin, requirements = (
+            data["upstream"] | data.get(release, {}),
+            data["requirements"],
+        )
         entries = data.get("replaced", [])
         replaced = {entry["path"]: entry["sha256"] for entry in entries}
         owned = tuple(data["owned"]["folders"])
@@ -74,6 +87,7 @@ class Upstream:
                     "remove one of the declarations",
                 )
         return cls(
+            release=release,
             name=pin["name"],
             version=pin["version"],
             sha256=pin["sha256"],
@@ -186,47 +200,99 @@ def lay_over(upstream: Upstream, root: Path, stage: Path, *, link: bool) -> None
             shutil.copy2(root / name, target)
 
 
-def apply_patches(root: Path, stage: Path) -> None:
-    """Change LMCache's own files as ``patches/*.patch`` say, in order of their names.
+def base_name(name: str) -> str:
+    """Return where LMCache 0.5.6 has a file that later releases moved."""
+    return name.replace("lmcache/inprocess/", "lmcache/", 1)
+
+
+def patch_sections(path: Path) -> dict[str, str]:
+    """Return the hunks of a patch for each file, by :func:`base_name`.
+
+    Args:
+        path: The patch; one that is not there changes nothing.
+
+    Raises:
+        SystemExit: A file is named twice.
+    """
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    parts = re.split(r"^--- a/(\S+).*\n\+\+\+ .*\n", text, flags=re.MULTILINE)
+    names = [base_name(name) for name in parts[1::2]]
+    if len(set(names)) != len(names):
+        raise fail("each file named once in a patch", f"{path}", "join its hunks")
+    return dict(zip(names, parts[2::2], strict=True))
+
+
+def patches(root: Path, stage: Path, release: str) -> dict[str, dict[str, str]]:
+    """Return the changes of a release of LMCache.
+
+    What a patch of the same name in ``patches/next`` says of a file takes the place of
+    the hunks for the default release: none leave the file as it is.
+
+    Args:
+        root: This repository.
+        stage: LMCache. Files of its in-process engine are found where it has them.
+        release: As for :meth:`Upstream.load`.
+
+    Returns:
+        By name of the patch and of the file in the stage, a patch of that file.
+    """
+    folders = [root / PATCHES, *([root / PATCHES / release] if release else [])]
+    found: dict[str, dict[str, str]] = {}
+    for name in sorted({path.name for f in folders for path in f.glob("*.patch")}):
+        sections: dict[str, str] = {}
+        for folder in folders:
+            sections |= patch_sections(folder / name)
+        found[name] = {}
+        for file, hunks in sections.items():
+            moved = file.replace("lmcache/", "lmcache/inprocess/", 1)
+            place = moved if (stage / moved).is_file() else file
+            if hunks.strip():
+                found[name][place] = f"--- a/{place}\n+++ b/{place}\n{hunks}"
+    return found
+
+
+def apply_patches(root: Path, stage: Path, release: str = "") -> None:
+    """Change LMCache's own files as ``patches/`` says, in order of the patches' names.
 
     Args:
         root: This repository.
         stage: LMCache with our files laid over it.
+        release: As in :class:`Upstream`.
 
     Raises:
         SystemExit: The program ``patch`` is missing, a patch gives no reason, changes a
             file of ours or does not fit LMCache's to the letter.
     """
-    for path in sorted((root / PATCHES).glob("*.patch")):
-        text = path.read_text(encoding="utf-8")
-        reason, _, _ = text.partition("\n--- ")
+    for path in sorted((root / PATCHES).rglob("*.patch")):
+        reason, _, _ = path.read_text(encoding="utf-8").partition("\n--- ")
         if not reason.removeprefix(SPDX).strip():
             raise fail(
                 f"the reason for a change of LMCache at the top of {path.name}",
                 "none",
                 "say what it does and why LMCache's users need it",
             )
-        for name in re.findall(r"^\+\+\+ b/(\S+)", text, re.MULTILINE):
+    for patch, sections in patches(root, stage, release).items():
+        for name in sections:
             if (root / name).exists():
                 raise fail(
                     "only files of LMCache patched",
-                    f"{name}, which is ours, in {path.name}",
+                    f"{name}, which is ours, in {patch}",
                     "change our file, and take it out of the patch",
                 )
-        problem = patch_problem(path, stage)
+        problem = patch_problem("".join(sections.values()), stage)
         if problem:
             raise fail(
-                f"{PATCHES}/{path.name} to fit LMCache's files",
+                f"{PATCHES}/{patch} to fit LMCache's files",
                 f"\n{problem}",
                 "compare the patch with those files",
             )
 
 
-def patch_problem(path: Path, stage: Path) -> str:
+def patch_problem(text: str, stage: Path) -> str:
     """Apply a patch, or tell why it does not fit.
 
     Args:
-        path: The patch.
+        text: The patch.
         stage: LMCache.
 
     Returns:
@@ -235,12 +301,15 @@ def patch_problem(path: Path, stage: Path) -> str:
     Raises:
         SystemExit: There is no such program.
     """
+    if not text:
+        return ""
     # No fuzz: what merely looks like the place may not be it any more.
     command = ["patch", "--strip=1", "--fuzz=0", "--batch", "--forward"]
     command += ["--no-backup-if-mismatch", "--reject-file=-"]
     try:
         done = subprocess.run(
-            [*command, f"--directory={stage}", f"--input={path}"],
+            [*command, f"--directory={stage}"],
+            input=text,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -6,6 +6,8 @@
 Fetches both releases, writes the new version and hash wherever the old ones stand, and
 prints what the new release changes of what this repository builds on. Nothing is
 imported from either release: they are compared as text. ``--report`` only reports.
+``--next`` is about the second pin. ``--swap`` needs no version: the two pins change
+places, and with them what is their own in ``patches/``.
 """
 
 from __future__ import annotations
@@ -18,16 +20,18 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "setup_extensions"))
 import lmcache_overlay as overlay  # noqa: E402
+from packaging.version import Version  # noqa: E402
 
 sys.path.pop(0)
 
 SDISTS = ROOT / "build" / "cache" / "sdist"
+RELEASES = ("", overlay.NEXT)
 #: What happened stays as it was written.
 HISTORY = {"CHANGELOG.md"}
 TEXT = {".cfg", ".md", ".patch", ".py", ".rst", ".sh", ".toml", ".txt", ".yml", ""}
@@ -83,30 +87,49 @@ def tracked(root: Path) -> list[Path]:
     return [p for p in paths if p.suffix in TEXT and p.is_file() and not p.is_symlink()]
 
 
-def move_pin(paths: Iterable[Path], old: dict[str, str], new: dict[str, str]) -> int:
-    """Write new words in place of old ones.
+def move_pin(paths: Iterable[Path], words: Mapping[str, str]) -> int:
+    """Write new versions and hashes in place of old ones.
 
     Args:
         paths: Files to change.
-        old: What to find, by key: ``version`` and ``sha256``.
-        new: What to write for each key.
+        words: What to find, and what to write for each.
 
     Returns:
         How many files changed.
     """
+    # Not as a part of a longer version, such as 10.5.6 or 0.5.61.
+    any_word = "|".join(map(re.escape, words))
+    whole = re.compile(rf"(?<![\w.])(?:{any_word})(?![0-9a-z]|\.\d)")
     changed = 0
     for path in paths:
         if path.name in HISTORY:
             continue
-        before = text = path.read_text(encoding="utf-8")
-        for key, word in old.items():
-            # Not as a part of a longer version, such as 10.5.6 or 0.5.61.
-            whole = rf"(?<![\w.]){re.escape(word)}(?![0-9a-z]|\.\d)"
-            text = re.sub(whole, new[key], text)
+        before = path.read_text(encoding="utf-8")
+        text = whole.sub(lambda found: words[found[0]], before)
+        # The range of both pins, which a swap turns round.
+        for low, high in re.findall(r">=([\w.]+),<=([\w.]+)", text):
+            if Version(low) > Version(high):
+                text = text.replace(f">={low},<={high}", f">={high},<={low}")
         if text != before:
             path.write_text(text, encoding="utf-8")
             changed += 1
     return changed
+
+
+def swap_patches(folder: Path) -> None:
+    """Let what the two releases have for themselves in ``patches/`` change places."""
+    for path in sorted((folder / overlay.NEXT).glob("*.patch")):
+        shared, own = map(overlay.patch_sections, (folder / path.name, path))
+        write_patch(folder / path.name, shared | own, path)
+        write_patch(path, {name: shared.get(name, "") for name in own}, path)
+
+
+def write_patch(path: Path, sections: Mapping[str, str], reason: Path) -> None:
+    """Write hunks by file below the reason that ``path`` gives, or else ``reason``."""
+    text = (path if path.is_file() else reason).read_text(encoding="utf-8")
+    parts = [f"--- a/{name}\n+++ b/{name}\n{sections[name]}" for name in sections]
+    head = text[: text.index("\n--- a/") + 1]
+    path.write_text(head + "".join(parts), encoding="utf-8")
 
 
 # ---- what the new release changes ----------------------------------------------------
@@ -118,10 +141,10 @@ def overlay_findings(pin: overlay.Upstream, old: Path, new: Path) -> Iterator[st
         overlay.check_collisions(pin, ROOT, new)
     except SystemExit as error:
         yield str(error)
-    for path in sorted((ROOT / overlay.PATCHES).glob("*.patch")):
-        problem = overlay.patch_problem(path, new)
+    for name, sections in overlay.patches(ROOT, new, pin.release).items():
+        problem = overlay.patch_problem("".join(sections.values()), new)
         if problem:
-            yield f"{overlay.PATCHES}/{path.name} no longer fits: {problem}"
+            yield f"{overlay.PATCHES}/{name} no longer fits: {problem}"
     for folder in pin.owned:
         for name in sorted(names_below(old, folder) | names_below(new, folder)):
             if content(old / name) != content(new / name):
@@ -259,10 +282,24 @@ def message_findings(quoted: set[str], old: Path, new: Path) -> Iterator[str]:
 def main(words: list[str] | None = None) -> int:
     """Run the command line and return the exit code: 1 if there is anything to do."""
     parser = argparse.ArgumentParser(description="Move the pin of LMCache.")
-    parser.add_argument("version", help="the release to move to")
+    parser.add_argument("version", nargs="?", help="the release to move to")
     parser.add_argument("--report", action="store_true", help="report, change nothing")
+    parser.add_argument("--next", action="store_true", help="move the second pin")
+    parser.add_argument("--swap", action="store_true", help="swap the two pins")
     options = parser.parse_args(words)
-    pin = overlay.Upstream.load(ROOT / "upstream.toml")
+    if options.swap == bool(options.version):
+        parser.error("give either the release to move to or --swap")
+    pins = [overlay.Upstream.load(ROOT / "upstream.toml", r) for r in RELEASES]
+    if options.swap:
+        one, other = ((pin.version, pin.sha256) for pin in pins)
+        words_of = dict(zip(one + other, other + one, strict=True))
+        changed = move_pin(tracked(ROOT), words_of)
+        swap_patches(ROOT / overlay.PATCHES)
+        print(f"{one[0]} and {other[0]} changed places in {changed} files")
+        return 0
+    pin = pins[options.next]
+    if options.version == pins[not options.next].version:
+        parser.error(f"{options.version} is the other pin: --swap makes it this one")
     archives = [fetch(pin.name, version) for version in (pin.version, options.version)]
     sha256 = overlay.sha256_of(archives[1])
     ours = tracked(ROOT)
@@ -283,11 +320,8 @@ def main(words: list[str] | None = None) -> int:
             for line in lines:
                 print(f"  - {line}")
     if not options.report:
-        changed = move_pin(
-            ours,
-            {"version": pin.version, "sha256": pin.sha256},
-            {"version": options.version, "sha256": sha256},
-        )
+        words_of = {pin.version: options.version, pin.sha256: sha256}
+        changed = move_pin(ours, words_of)
         print(f"the pin stands in {changed} files: {pin.version} -> {options.version}")
     print(f"{pin.name} {options.version} has sha256 {sha256}")
     return 1 if found else 0

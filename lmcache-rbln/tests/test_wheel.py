@@ -8,6 +8,7 @@ from pathlib import Path
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 
 # Third Party
@@ -15,6 +16,7 @@ from packaging.requirements import Requirement
 import pytest
 
 PROJECT = Path(__file__).resolve().parents[1]
+ROOT = PROJECT.parent
 
 
 @pytest.fixture(scope="module")
@@ -50,12 +52,19 @@ def test_requirements(wheel: Path) -> None:
     archive = zipfile.ZipFile(wheel)
     [name] = [n for n in archive.namelist() if n.endswith("/METADATA")]
     found = Parser().parsestr(archive.read(name).decode())
-    asked = {Requirement(text).name for text in found.get_all("Requires-Dist") or []}
-    assert "lmcache" in asked
+    asked = {
+        wish.name: wish.specifier
+        for wish in map(Requirement, found.get_all("Requires-Dist") or [])
+    }
     # What the vendor's installation brought must not be replaced.
-    assert asked.isdisjoint({"torch", "torch-rbln", "vllm", "vllm-rbln", "numpy"})
-    # The local label of this repository's LMCache does not get in the way.
-    assert Requirement("lmcache==0.5.6").specifier.contains("0.5.6+rbln")
+    others = {"torch", "torch-rbln", "vllm", "vllm-rbln", "numpy"}
+    assert asked.keys().isdisjoint(others)
+    # Neither the local label of this repository's LMCache gets in the way, nor that one
+    # of the two releases is a candidate.
+    pins = tomllib.loads((ROOT / "upstream.toml").read_text(encoding="utf-8"))
+    for table in ("upstream", "next"):
+        version = f"{pins[table]['version']}+rbln"
+        assert asked["lmcache"].contains(version, prereleases=True)
 
 
 def test_it_is_what_vllm_rbln_asks_for() -> None:

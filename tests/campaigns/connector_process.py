@@ -242,10 +242,12 @@ def _store(worker: Any) -> None:
     import torch
 
     # First Party
-    from lmcache.integration.vllm.vllm_v1_adapter import ReqMeta, SaveSpec
+    from lmcache_rbln._lmcache import in_process
     from lmcache_rbln.integration.vllm.connector import RBLNConnectorMetadata
 
-    save = ReqMeta("stored", _TOKENS, torch.arange(512), True, SaveSpec(0, True))
+    adapter = in_process("integration.vllm.vllm_v1_adapter")
+    spec = adapter.SaveSpec(0, True)
+    save = adapter.ReqMeta("stored", _TOKENS, torch.arange(512), True, spec)
     worker.bind_connector_metadata(RBLNConnectorMetadata([save]))
     worker.wait_for_save()
     worker.clear_connector_metadata()
@@ -276,13 +278,15 @@ def _restore(worker: Any, trial: Trial, lookup: str) -> None:
     import torch
 
     # First Party
-    from lmcache.integration.vllm.vllm_v1_adapter import LoadSpec, ReqMeta
+    from lmcache_rbln._lmcache import in_process
     from lmcache_rbln.integration.vllm.connector import RBLNConnectorMetadata
 
     if trial.role == "kv_consumer":
         return
     slots = torch.arange(512) + 512
-    load = ReqMeta(lookup, _TOKENS, slots, load_spec=LoadSpec(0, 512, True))
+    adapter = in_process("integration.vllm.vllm_v1_adapter")
+    spec = adapter.LoadSpec(0, 512, True)
+    load = adapter.ReqMeta(lookup, _TOKENS, slots, load_spec=spec)
     worker.bind_connector_metadata(RBLNConnectorMetadata([load]))
     worker.start_load_kv(SimpleNamespace(attn_metadata=object()))
     worker.clear_connector_metadata()

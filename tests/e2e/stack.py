@@ -27,7 +27,8 @@ from tests.support.serving.servers import (
     EngineConfig,
 )
 
-ENGINE_SIDE = Path(__file__).parent / "engine_side"
+TESTS = Path(__file__).parents[1]
+ENGINE_SIDE = f"{TESTS / 'e2e' / 'engine_side'}:{TESTS / 'support'}"
 HITS = "vllm:external_prefix_cache_hits_total"
 LOCAL_HITS = "vllm:prefix_cache_hits_total"
 # As the worker, and the scheduler's and the worker's heartbeats write in the log.

@@ -18,6 +18,7 @@ import torch
 # First Party
 from lmcache.lmcache_native import EngineKVFormat, TransferDirection
 from lmcache.v1.platform.devices.rbln.device_ops import RblnDeviceOps
+from lmcache.v1.platform.devices.rbln.lmcache_release import BLOCKS_FIRST
 from lmcache.v1.platform.ops_types import PageBufferShapeDesc
 
 Layout = Literal["blocks_first", "kv_first", "mla"]
@@ -32,7 +33,7 @@ DTYPES = (
     torch.uint8,
 )
 _FORMATS = {
-    "blocks_first": EngineKVFormat.NL_X_NB_TWO_NH_BS_HS,
+    "blocks_first": BLOCKS_FIRST,
     "kv_first": EngineKVFormat.NL_X_TWO_NB_NH_ONE_BS_HS,
     "mla": EngineKVFormat.NL_X_NB_BS_HS,
 }

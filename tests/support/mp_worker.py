@@ -18,6 +18,7 @@ import threading
 import time
 
 # Third Party
+from lmcache_release import as_handed_over
 import torch
 import zmq
 
@@ -145,11 +146,11 @@ class Worker:
         return 0 if prepared is None else len(prepared[0])
 
     def _op(self, block_ids: list[int]) -> LoadStoreOp:
-        return LoadStoreOp(TOKENS, [block_ids], 0, len(TOKENS))
+        return LoadStoreOp(as_handed_over(TOKENS), [block_ids], 0, len(TOKENS))
 
     def _key(self, name: str, salt: str = "", tokens: list[int] = TOKENS) -> Any:
         return self.adapter._create_key(
-            tokens, 0, len(tokens), request_id=name, cache_salt=salt
+            as_handed_over(tokens), 0, len(tokens), request_id=name, cache_salt=salt
         )
 
 

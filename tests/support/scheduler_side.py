@@ -34,13 +34,14 @@ def scheduler_side(lookup: Any, block_size: int, chunk_size: int) -> Any:
         chunk_size: Tokens per chunk.
     """
     # First Party
-    from lmcache.integration.vllm.vllm_v1_adapter import LMCacheConnectorV1Impl
     from lmcache.v1.config import LMCacheEngineConfig
+    from lmcache_rbln._lmcache import in_process
     from lmcache_rbln.integration.vllm.connector import RBLNLMCacheConnectorV1
     from lmcache_rbln.settings import Settings
 
     connector = RBLNLMCacheConnectorV1.__new__(RBLNLMCacheConnectorV1)
-    inner: Any = LMCacheConnectorV1Impl.__new__(LMCacheConnectorV1Impl)
+    impl = in_process("integration.vllm.vllm_v1_adapter").LMCacheConnectorV1Impl
+    inner: Any = impl.__new__(impl)
     vars(inner).update(
         _manager=SimpleNamespace(lookup_client=lookup, lmcache_engine=None),
         config=LMCacheEngineConfig.from_defaults(chunk_size=chunk_size),

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 from pathlib import Path
 from types import ModuleType
 
@@ -48,13 +49,59 @@ def test_the_pin_moves_wherever_it_stands(
     path, history = tmp_path / "a.md", tmp_path / "CHANGELOG.md"
     for file in (path, history):
         file.write_text(text, encoding="utf-8")
-    old, new = {"version": "1.2.3"}, {"version": "1.3.0rc1"}
-    assert bump.move_pin([path, history], old, new) == (text != moved)
+    words = {"1.2.3": "1.3.0rc1"}
+    assert bump.move_pin([path, history], words) == (text != moved)
     assert path.read_text(encoding="utf-8") == moved
     assert history.read_text(encoding="utf-8") == text
     # And back.
-    bump.move_pin([path], new, old)
+    bump.move_pin([path], {new: old for old, new in words.items()})
     assert path.read_text(encoding="utf-8") == text
+
+
+def test_two_pins_change_places(
+    bump: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice is as before; whoever builds a release gets the same patches for it."""
+    for name in ("patches", "lmcache-rbln/pyproject.toml", "upstream.toml"):
+        source, target = ROOT / name, tmp_path / name
+        target.parent.mkdir(exist_ok=True)
+        if source.is_dir():
+            shutil.copytree(source, target)
+        else:
+            shutil.copy(source, target)
+    monkeypatch.setattr(bump, "ROOT", tmp_path)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    monkeypatch.setattr(bump, "tracked", lambda _: files)
+
+    def state() -> list[object]:
+        pins = [
+            bump.overlay.Upstream.load(tmp_path / "upstream.toml", each)
+            for each in bump.RELEASES
+        ]
+        # Where files of the in-process engine stand is not asked here.
+        patches = [
+            bump.overlay.patches(tmp_path, tmp_path / "no stage", each)
+            for each in bump.RELEASES
+        ]
+        return [
+            (pin.version, pin.sha256, p) for pin, p in zip(pins, patches, strict=True)
+        ]
+
+    before = state()
+    asked = (tmp_path / "lmcache-rbln/pyproject.toml").read_text(encoding="utf-8")
+    assert bump.main(["--swap"]) == 0
+    assert state() == before[::-1]
+    assert bump.main(["--swap"]) == 0
+    assert state() == before
+    # Its range of releases is still one.
+    assert (tmp_path / "lmcache-rbln/pyproject.toml").read_text("utf-8") == asked
+
+
+@pytest.mark.parametrize("words", [[], ["1.2.3", "--swap"], ["OTHER"]], ids=str)
+def test_what_it_cannot_do_is_refused(bump: ModuleType, words: list[str]) -> None:
+    pins = bump.overlay.Upstream.load(ROOT / "upstream.toml", bump.overlay.NEXT)
+    with pytest.raises(SystemExit):
+        bump.main([pins.version if word == "OTHER" else word for word in words])
 
 
 def test_interfaces_that_moved_or_changed_are_named(
@@ -119,6 +166,7 @@ def test_a_patch_and_an_owned_file_that_no_longer_fit_are_named(
     old = release(tmp_path / "old", a="old\n", device__x="1")
     new = release(tmp_path / "new", a="other\n", device__x="2")
     pin = bump.overlay.Upstream(
+        release="",
         name="lmcache",
         version="1.2.3",
         sha256="",

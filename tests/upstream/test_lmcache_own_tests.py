@@ -10,6 +10,7 @@ from __future__ import annotations
 
 # Standard
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 import ast
 import os
@@ -24,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = "tests/v1/platform/devices/rbln"
 BACKEND = "lmcache.v1.platform.devices.rbln"
 PUBLIC = {BACKEND, f"{BACKEND}.device_ops"}
-#: What this repository knows about LMCache 0.5.6, so that a file can't drop out unseen.
+#: What this repository knows about them, so that a file can't drop out unseen.
 RUN = {"test_rbln_device_transfer.py", "test_rbln_support.py"}
 NOT_RUN = {
     "test_rbln_kv_layout.py": {f"{BACKEND}.kv_layout"},
@@ -37,11 +38,13 @@ NOT_RUN = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The RBLN tests of the pinned LMCache, outside of this checkout."""
     given = os.environ.get("LMCACHE_SDIST", "")
-    sdists = [Path(given)] if given else list((ROOT / "build/cache/sdist").glob("*.gz"))
-    if not sdists or not sdists[0].is_file():
+    release = metadata.version("lmcache").split("+")[0]
+    kept = ROOT / "build/cache/sdist" / f"lmcache-{release}.tar.gz"
+    sdist = Path(given) if given else kept
+    if not sdist.is_file():
         pytest.skip("no LMCache sdist here: `make setup` downloads it")
     target = tmp_path_factory.mktemp("lmcache")
-    with tarfile.open(sdists[0]) as archive:
+    with tarfile.open(sdist) as archive:
         members = [m for m in archive.getmembers() if f"/{FOLDER}/" in m.name]
         archive.extractall(target, members, filter="data")
     yield next(target.glob(f"*/{FOLDER}"))

@@ -25,11 +25,12 @@ import torch
 # First Party
 from lmcache.lmcache_native import EngineKVFormat, TransferDirection
 from lmcache.v1.platform.devices.rbln.block_transfer import StillInFlightError
+from lmcache.v1.platform.devices.rbln.lmcache_release import BLOCKS_FIRST
 from lmcache_rbln.kv_cache import ChunkBlocks, PagedKV
 
 # Format of the paged cache -> name of a device chunk's layout.
 _LAYOUTS = {
-    EngineKVFormat.NL_X_NB_TWO_NH_BS_HS: "rbln-blocks-first-hnd/1",
+    BLOCKS_FIRST: "rbln-blocks-first-hnd/1",
     EngineKVFormat.NL_X_TWO_NB_NH_ONE_BS_HS: "rbln-kv-first-hnd/1",
     EngineKVFormat.NL_X_NB_BS_HS: "rbln-mla/1",
 }

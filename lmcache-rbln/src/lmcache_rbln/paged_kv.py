@@ -21,9 +21,9 @@ import torch
 
 # First Party
 from lmcache.lmcache_native import TransferDirection
-from lmcache.v1.gpu_connector.gpu_connectors import GPUConnectorInterface
 from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.metadata import LMCacheMetadata
+from lmcache_rbln._lmcache import GPUConnectorInterface
 from lmcache_rbln.device_chunks import move_on_device
 from lmcache_rbln.kv_cache import ChunkBlocks, PagedKV, tensor_of
 

@@ -44,7 +44,7 @@ GOOD: dict[str, tuple[str, tuple[str, ...]]] = {
         ),
     ),
     "lmcache": ("0.5.6+rbln", ("torch",)),
-    "lmcache-rbln": ("0.12.0", ("lmcache==0.5.6",)),
+    "lmcache-rbln": ("0.12.0", ("lmcache>=0.5.6,<=0.5.7rc2",)),
 }
 
 
@@ -70,8 +70,8 @@ def test_the_installed_stack_fits_by_its_own_metadata() -> None:
         ("vllm", "0.30.1+cpu", "vllm==0.30.0+cpu (vllm-rbln 0.12.0)", "vllm==0.30.0"),
         (
             "lmcache",
-            "0.5.7+rbln",
-            "lmcache==0.5.6 (lmcache-rbln",
+            "0.5.8+rbln",
+            "lmcache<=0.5.7rc2,>=0.5.6 (lmcache-rbln",
             "lmcache==0.5.6+rbln",
         ),
         ("lmcache", "0.5.6", "local version +rbln", "lmcache==0.5.6+rbln --find-links"),

@@ -306,7 +306,7 @@ def test_what_lmcache_applies_again_keeps_every_ranks_own_chunks(
 ) -> None:
     # First Party
     from lmcache.integration.vllm import utils
-    from lmcache.integration.vllm.vllm_v1_adapter import LMCacheConnectorV1Impl
+    from lmcache_rbln._lmcache import in_process
     from lmcache_rbln.integration.vllm import service
 
     place(Configuration())
@@ -316,7 +316,8 @@ def test_what_lmcache_applies_again_keeps_every_ranks_own_chunks(
         parallel_config=SimpleNamespace(world_size=2),
     )
     config = service.engine_config(vllm_config)
-    implementation: Any = LMCacheConnectorV1Impl.__new__(LMCacheConnectorV1Impl)
+    impl = in_process("integration.vllm.vllm_v1_adapter").LMCacheConnectorV1Impl
+    implementation: Any = impl.__new__(impl)
     implementation._apply_extra_config(config, vllm_config)
     assert config.extra_config["save_only_first_rank"] is False
     assert ("rds_buffer_size" in config.extra_config) == bool(extra)

@@ -76,11 +76,11 @@ def test_values_that_end_lmcache_with_an_error_that_names_nothing(
 
 def test_a_hash_that_lmcache_replaces_by_pythons() -> None:
     # First Party
-    from lmcache.v1.token_database import ChunkedTokenDatabase
+    from lmcache_rbln._lmcache import in_process
 
     assert table.read("pre_caching_hash_algorithm", "sha265")[1]
     for word, hashes in (("sha265", hash), ("builtin", hash), ("sha256_cbor", None)):
-        made = ChunkedTokenDatabase(
+        made = in_process("v1.token_database").ChunkedTokenDatabase(
             LMCacheEngineConfig.from_defaults(pre_caching_hash_algorithm=word)
         )
         assert (made.hash_func is hash) == (hashes is hash)

@@ -10,7 +10,7 @@ import re
 import pytest
 
 # First Party
-from lmcache.v1 import cache_engine
+from lmcache_rbln._lmcache import in_process
 from lmcache_rbln.storage_plugin.rds import metrics as rds_metrics
 from lmcache_rbln.storage_plugin.rds.settings import RDSSettings
 
@@ -71,7 +71,7 @@ def _messages(section: str) -> list[str]:
 )
 def test_every_message_is_one_of_ours_or_of_lmcache(section: str, count: int) -> None:
     ours = _flat(ROOT / "src/lmcache_rbln/storage_plugin")
-    theirs = _flat(Path(cache_engine.__file__).parent)
+    theirs = _flat(Path(in_process("v1.cache_engine").__file__).parent)
     messages = _messages(section)
     assert len(messages) == count
     for message in messages:

@@ -12,13 +12,14 @@ from rds_support import (
 import pytest
 
 # First Party
-from lmcache.v1.event_manager import EventManager
 from lmcache.v1.storage_backend.storage_manager import StorageManager
+from lmcache_rbln._lmcache import in_process
 from lmcache_rbln.storage_plugin.rds_backend import RDSBackend
 
 pytestmark = pytest.mark.npu
 
 
+events = in_process("v1.event_manager").EventManager
 PLUGIN = {
     "storage_plugin.RDSBackend.module_path": "lmcache_rbln.storage_plugin.rds_backend",
     "storage_plugin.RDSBackend.class_name": "RDSBackend",
@@ -28,7 +29,7 @@ PLUGIN = {
 def test_lmcache_works_without_a_cpu_tier(storage: Storage) -> None:
     """What ends with a KeyError in LMCache alone: the documented settings."""
     config = config_of(PLUGIN, storage_plugins=["RDSBackend"])
-    manager = StorageManager(config, metadata_of(), EventManager())
+    manager = StorageManager(config, metadata_of(), events())
     try:
         assert list(manager.storage_backends) == ["RDSBackend"]
         backend = manager.allocator_backend
@@ -59,4 +60,4 @@ def test_lmcache_works_without_a_cpu_tier(storage: Storage) -> None:
 def test_a_plugin_that_fails_is_named(storage: Storage) -> None:
     config = config_of(PLUGIN | {"rds_bufer_size": 1}, storage_plugins=["RDSBackend"])
     with pytest.raises(RuntimeError, match="no storage plugin was created"):
-        StorageManager(config, metadata_of(), EventManager())
+        StorageManager(config, metadata_of(), events())

@@ -24,6 +24,7 @@ import os
 import time
 
 # Third Party
+from lmcache_release import token_ids
 import torch
 
 # First Party
@@ -112,7 +113,7 @@ class LMCacheMPConnector(stock.LMCacheMPConnector):
         torch.save(
             {
                 "direction": direction,
-                "token_ids": list(op.token_ids),
+                "token_ids": token_ids(op),
                 "start": op.start,
                 "end": op.end,
                 "block_ids": list(ids),

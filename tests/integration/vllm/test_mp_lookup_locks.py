@@ -40,7 +40,10 @@ class Client:
     def query_prefetch_status(self, request_id: str) -> MessagingFuture[int | None]:
         return answered(self._found)
 
-    def free_lookup_locks(self, key: Any, tp_size: int) -> MessagingFuture[None]:
+    def free_lookup_locks(
+        self, key: Any, tp_size: int, extra_ranges: tuple[Any, ...] = ()
+    ) -> MessagingFuture[None]:
+        assert not extra_ranges
         assert key.cache_salt == "tenant-A"
         self.calls.append(("free", key.start, key.end))
         return answered(None)
@@ -103,6 +106,7 @@ def connector(*clients: Client) -> Any:
             "_per_server_hits": {},
             "_lookup_status": {},
             "_lookup_params": {},
+            "_lookups": {},  # in place of the last six, since LMCache 0.5.7
         },
         found: {
             "scheduler_adapter": adapter,

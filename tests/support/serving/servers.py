@@ -399,7 +399,7 @@ def transport_of(engine_log: str) -> str | None:
     for line in engine_log.splitlines():
         if "Creating EngineDrivenContextShm" in line:
             transport = "SHM"
-        elif "Creating EngineDrivenContextPickle" in line:
+        elif "Creating EngineDrivenContext" in line:
             transport = "pickle"
     return transport
 

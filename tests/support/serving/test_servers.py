@@ -7,6 +7,7 @@ import os
 import sys
 
 # Third Party
+from lmcache_release import INLINE_CONTEXT
 import pytest
 
 # First Party
@@ -16,7 +17,7 @@ from tests.support.serving.servers import CacheServer, CacheServerConfig
 from tests.support.serving.servers import Engine, EngineConfig, free_port, transport_of
 
 SHM = "INFO: Creating EngineDrivenContextShm (shm_name=x, pool_size=1)\n"
-PICKLE = "INFO: Creating EngineDrivenContextPickle (pickle transport)\n"
+PICKLE = f"INFO: Creating {INLINE_CONTEXT}\n"
 
 
 @pytest.fixture

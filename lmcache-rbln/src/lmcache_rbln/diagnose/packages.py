@@ -10,6 +10,7 @@ from contextlib import suppress
 from importlib import import_module, metadata, util
 from pathlib import Path
 from typing import Any
+import re
 
 # Local
 from lmcache_rbln.diagnose.probe import explain
@@ -71,8 +72,9 @@ def check_package(name: str, packages: Packages, simulated: bool) -> Result:
                     misfits.append(f"{name}{one.specifier} ({asker} {asking})")
     fix = f"pip install '{name}{','.join(sorted(versions))}'{_FROM.get(name, '')}"
     if name == "lmcache":
-        pin = max(versions, default="==VERSION").split("+")[0]
-        fix = f"pip install lmcache{pin}+rbln --find-links DIR"
+        found = re.search(r"[=>]=([^,+]+)", ",".join(versions))
+        pin = found[1] if found else "VERSION"
+        fix = f"pip install lmcache=={pin}+rbln --find-links DIR"
         if name in packages and "+rbln" not in found:
             found += ": not an RBLN build"
             misfits.append("a build with the local version +rbln")

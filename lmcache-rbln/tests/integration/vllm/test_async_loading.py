@@ -16,15 +16,15 @@ import pytest
 import torch
 
 # First Party
-from lmcache.v1.cache_engine import LMCacheEngineBuilder
 from lmcache.v1.config import LMCacheEngineConfig
-from lmcache.v1.lookup_client.lmcache_async_lookup_client import (
-    LMCacheAsyncLookupClient,
-)
 from lmcache.v1.metadata import LMCacheMetadata
+from lmcache_rbln._lmcache import LMCacheEngineBuilder, in_process
 
 pytestmark = pytest.mark.npu
 
+LMCacheAsyncLookupClient = in_process(
+    "v1.lookup_client.lmcache_async_lookup_client"
+).LMCacheAsyncLookupClient
 CHUNK = 16
 PROMPT = list(range(CHUNK))
 OTHER = list(range(100, 100 + CHUNK))

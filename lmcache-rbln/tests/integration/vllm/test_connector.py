@@ -181,8 +181,10 @@ def test_every_rank_keeps_and_looks_up_its_own_chunks(
 def test_lmcaches_api_sets_nothing(lmcache_config: Any) -> None:
     """POST /conf of its internal API server, off by default."""
     # First Party
-    from lmcache.v1.internal_api_server.vllm import conf_api
+    from lmcache_rbln._lmcache import in_process
     from lmcache_rbln.integration.vllm import service
+
+    conf_api = in_process("v1.internal_api_server.vllm.conf_api")
 
     config = service.engine_config(vllm_config())
     state = SimpleNamespace(lmcache_adapter=SimpleNamespace(config=config))
@@ -314,10 +316,11 @@ def test_a_limit_on_loads_behind_a_cached_prefix(
 ) -> None:
     """vLLM is promised what LMCache will load; LMCache ends the engine otherwise."""
     # First Party
-    from lmcache.integration.vllm.vllm_v1_adapter import LMCacheConnectorV1Impl
+    from lmcache_rbln._lmcache import in_process
     from lmcache_rbln.integration.vllm.connector import RBLNLMCacheConnectorV1
 
-    implementation: Any = LMCacheConnectorV1Impl.__new__(LMCacheConnectorV1Impl)
+    impl = in_process("integration.vllm.vllm_v1_adapter").LMCacheConnectorV1Impl
+    implementation: Any = impl.__new__(impl)
     implementation.kv_role = "kv_both"
     # A prompt of 1,024 tokens that LMCache holds as a whole.
     implementation._manager = SimpleNamespace(

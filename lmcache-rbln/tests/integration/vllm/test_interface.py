@@ -26,8 +26,7 @@ def classes() -> list[tuple[type, type]]:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
     # First Party
-    from lmcache.integration.vllm.lmcache_connector_v1 import LMCacheConnectorV1Dynamic
-    from lmcache.v1.gpu_connector.gpu_connectors import GPUConnectorInterface
+    from lmcache_rbln._lmcache import GPUConnectorInterface, LMCacheConnectorV1Dynamic
     from lmcache_rbln.integration.vllm.connector import RBLNLMCacheConnectorV1
     from lmcache_rbln.paged_kv import RBLNPagedKVConnector
 
@@ -100,17 +99,15 @@ def test_vllm_rbln_finds_its_hook_and_the_class() -> None:
 )
 def test_what_we_use_of_lmcache_s_adapter_is_there(name: str) -> None:
     # First Party
-    from lmcache.integration.vllm.vllm_v1_adapter import LMCacheConnectorV1Impl
+    from lmcache_rbln._lmcache import in_process
 
-    assert re.search(
-        rf"self\.{name}\b|def {name}\(", inspect.getsource(LMCacheConnectorV1Impl)
-    )
+    impl = in_process("integration.vllm.vllm_v1_adapter").LMCacheConnectorV1Impl
+    assert re.search(rf"self\.{name}\b|def {name}\(", inspect.getsource(impl))
 
 
 def test_private_names_of_lmcache_are_these_and_in_one_module() -> None:
     # First Party
-    from lmcache.integration.vllm import lmcache_connector_v1, vllm_v1_adapter
-    from lmcache.v1 import manager
+    from lmcache_rbln._lmcache import in_process
     from lmcache_rbln.integration.vllm import private_names
 
     private = r"(?:adapter|manager|engine|connector|tracker)\.(_[a-z]\w*)"
@@ -124,7 +121,12 @@ def test_private_names_of_lmcache_are_these_and_in_one_module() -> None:
         "_requests_priority",
     }
     theirs = "".join(
-        map(inspect.getsource, (lmcache_connector_v1, vllm_v1_adapter, manager))
+        inspect.getsource(in_process(name))
+        for name in (
+            "integration.vllm.lmcache_connector_v1",
+            "integration.vllm.vllm_v1_adapter",
+            "v1.manager",
+        )
     )
     for name in used:
         assert f"self.{name}" in theirs

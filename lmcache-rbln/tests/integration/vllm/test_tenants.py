@@ -51,12 +51,9 @@ class Tier:
 
     def __init__(self, **settings: Any) -> None:
         # First Party
-        from lmcache.v1.cache_engine import LMCacheEngineBuilder
         from lmcache.v1.config import LMCacheEngineConfig
-        from lmcache.v1.lookup_client.lmcache_lookup_client_bypass import (
-            LMCacheBypassLookupClient,
-        )
         from lmcache.v1.metadata import LMCacheMetadata
+        from lmcache_rbln._lmcache import LMCacheEngineBuilder, in_process
 
         read = LMCacheEngineConfig.from_env()
         config = LMCacheEngineConfig.from_defaults(
@@ -88,7 +85,9 @@ class Tier:
             lambda value, source: value,
         )
         self.engine.post_init()
-        self.client = LMCacheBypassLookupClient(config, metadata, self.engine)
+        self.client = in_process(
+            "v1.lookup_client.lmcache_lookup_client_bypass"
+        ).LMCacheBypassLookupClient(config, metadata, self.engine)
 
     def ask(self, salt: str | None, value: float) -> int:
         """Answer the prompt for a tenant; returns the tokens that were found.
@@ -123,7 +122,7 @@ class Tier:
 
     def close(self) -> None:
         # First Party
-        from lmcache.v1.cache_engine import LMCacheEngineBuilder
+        from lmcache_rbln._lmcache import LMCacheEngineBuilder
 
         LMCacheEngineBuilder.destroy(self.name)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     # First Party
-    from lmcache.integration.vllm.lmcache_connector_v1 import LMCacheConnectorV1Dynamic
+    from lmcache_rbln._lmcache import LMCacheConnectorV1Dynamic
 
 
 def adapter_of(connector: LMCacheConnectorV1Dynamic) -> Any:

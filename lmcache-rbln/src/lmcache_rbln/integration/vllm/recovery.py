@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     # First Party
-    from lmcache.integration.vllm.vllm_v1_adapter import ReqMeta
+    from lmcache_rbln._lmcache import ReqMeta
 
 logger = init_logger(__name__)
 

@@ -14,8 +14,7 @@ import itertools
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
 # First Party
-from lmcache.integration.vllm.lmcache_connector_v1 import LMCacheConnectorV1Dynamic
-from lmcache.integration.vllm.vllm_v1_adapter import LMCacheConnectorMetadata
+from lmcache_rbln._lmcache import LMCacheConnectorMetadata, LMCacheConnectorV1Dynamic
 from lmcache_rbln.integration.vllm import private_names
 from lmcache_rbln.integration.vllm.handover import RequestView, copied_step, view_of
 from lmcache_rbln.integration.vllm.recovery import roll_back

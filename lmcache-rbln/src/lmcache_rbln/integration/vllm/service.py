@@ -21,13 +21,17 @@ import torch
 
 # First Party
 from lmcache.integration.vllm.utils import ENGINE_NAME, lmcache_get_or_create_config
-from lmcache.integration.vllm.vllm_service_factory import VllmServiceFactory
 from lmcache.logging import init_logger
-from lmcache.v1.cache_engine import LMCacheEngine, LMCacheEngineBuilder
 from lmcache.v1.config import LMCacheEngineConfig
 from lmcache.v1.config_base import validate_and_set_config_value
-from lmcache.v1.pin_monitor import PinMonitor
-from lmcache.v1.rpc_utils import ServiceKind, get_zmq_rpc_path_lmcache
+from lmcache_rbln._lmcache import (
+    LMCacheEngine,
+    LMCacheEngineBuilder,
+    PinMonitor,
+    ServiceKind,
+    VllmServiceFactory,
+    get_zmq_rpc_path_lmcache,
+)
 from lmcache_rbln.integration.vllm import private_names, startup_checks
 from lmcache_rbln.paged_kv import RBLNPagedKVConnector, TransferFailedError
 from lmcache_rbln.settings.table import definitions

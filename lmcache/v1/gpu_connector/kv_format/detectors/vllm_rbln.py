@@ -7,9 +7,7 @@ vLLM-RBLN's to it.
 
 vLLM-RBLN's attention caches are 6-D with a singleton before the tokens:
 ``[NB, 2, NH, 1, BS, HS]`` (blocks first) or ``[2, NB, NH, 1, BS, HS]`` (K/V first).
-Blocks-first caches are reported as the existing ``NL_X_NB_TWO_NH_BS_HS`` with the
-singleton squeezed. vLLM's layout hint is not read: it describes another backend's
-view of these tensors.
+vLLM's layout hint is not read: it describes another backend's view of these tensors.
 """
 
 # Future
@@ -29,6 +27,10 @@ from lmcache.utils import EngineType
 from lmcache.v1.gpu_connector.kv_format.detectors import vllm
 from lmcache.v1.gpu_connector.kv_format.types import DiscoverableKVCache, LayoutHints
 from lmcache.v1.platform.devices.rbln import settings
+from lmcache.v1.platform.devices.rbln.lmcache_release import (
+    BLOCKS_FIRST,
+    HAS_BLOCKS_FIRST,
+)
 
 #: Says which layout a cache of two blocks has, where vLLM-RBLN can't be asked.
 LAYOUT_ENV_VAR = "LMCACHE_RBLN_KV_LAYOUT"
@@ -81,8 +83,10 @@ class VLLM_RBLN_Detector(vllm.VLLM_Detector):
                 )
         if _block_axis(tensors[0]) == 1:
             return EngineKVFormat.NL_X_TWO_NB_NH_ONE_BS_HS, kv_caches
+        if HAS_BLOCKS_FIRST:
+            return BLOCKS_FIRST, kv_caches
         squeezed: DiscoverableKVCache = [cache.squeeze(3) for cache in tensors]
-        return EngineKVFormat.NL_X_NB_TWO_NH_BS_HS, squeezed
+        return BLOCKS_FIRST, squeezed
 
 
 def _require_transfer_settings(cache: object) -> None:

@@ -6,7 +6,7 @@ vLLM-RBLN allocates one tensor per layer in one of three layouts:
 ====================  ====================================  ==================
 layout                per-layer tensor                      ``EngineKVFormat``
 ====================  ====================================  ==================
-blocks-first HND      ``[NB, 2, NH, 1, BS, HS]``            ``NL_X_NB_TWO_NH_BS_HS``
+blocks-first HND      ``[NB, 2, NH, 1, BS, HS]``            ``BLOCKS_FIRST``
 K/V-first HND         ``[2, NB, NH, 1, BS, HS]``            ``NL_X_TWO_NB_NH_ONE_BS_HS``
 MLA                   ``[NB, BS, HS]``                      ``NL_X_NB_BS_HS``
 ====================  ====================================  ==================
@@ -29,12 +29,13 @@ import torch
 
 # First Party
 from lmcache.lmcache_native import EngineKVFormat
+from lmcache.v1.platform.devices.rbln.lmcache_release import BLOCKS_FIRST
 
 #: Element widths, in bytes, that transfers can move.
 ELEMENT_BYTES = (1, 2, 4, 8)
 #: The three formats the backend moves, each with the layouts it stands for.
 _LAYOUTS: dict[EngineKVFormat, str] = {
-    EngineKVFormat.NL_X_NB_TWO_NH_BS_HS: "blocks-first HND [NB, 2, NH, 1, BS, HS]",
+    BLOCKS_FIRST: "blocks-first HND [NB, 2, NH, 1, BS, HS]",
     EngineKVFormat.NL_X_TWO_NB_NH_ONE_BS_HS: "K/V-first HND [2, NB, NH, 1, BS, HS]",
     EngineKVFormat.NL_X_NB_BS_HS: "MLA [NB, BS, HS]",
 }

@@ -35,6 +35,7 @@ from lmcache.v1.multiprocess.transfer_context.worker_transfer import (
     _single_group_block_ids,
 )
 from lmcache.v1.multiprocess.transport.base import RequestClient
+from lmcache.v1.platform.devices.rbln.lmcache_release import prepare_retrieve
 from lmcache.v1.platform.devices.rbln.staging import torch_rbln
 
 logger = init_logger(__name__)
@@ -182,7 +183,8 @@ class RblnTransferContext(AsyncEngineDrivenTransferContext):
         restore = Restore()
 
         def scatter() -> bool:
-            chunks = context.prepare_retrieve(key, self._instance_id)
+            expected = len(blocks) // blocks_in_chunk
+            chunks = prepare_retrieve(context, key, self._instance_id, expected)
             if chunks is None:
                 return False
             behind.wait()

@@ -29,6 +29,10 @@ from lmcache.v1.gpu_connector.utils import (
     get_num_blocks,
     get_num_heads,
 )
+from lmcache.v1.platform.devices.rbln.lmcache_release import (
+    BLOCKS_FIRST,
+    HAS_BLOCKS_FIRST,
+)
 from lmcache.v1.platform.devices.rbln.settings import (
     STAGING_ENV_VAR,
     THREADS_ENV_VAR,
@@ -73,6 +77,9 @@ def test_every_layout_is_told_by_its_shape(
     engine_kv_format, views = detect_format(layers, EngineType.VLLM, hint)
     assert engine_kv_format == case.engine_kv_format
     assert [v.data_ptr() for v in views] == [t.data_ptr() for t in layers]
+    # With a format of its own for each layout, LMCache gets the caches as they are.
+    same = layout != "blocks_first" or HAS_BLOCKS_FIRST
+    assert ([v.shape for v in views] == [t.shape for t in layers]) is same
     assert get_num_blocks(views, engine_kv_format) == case.num_blocks
     assert get_block_size(views, engine_kv_format) == case.block_size
     assert get_head_size(views, engine_kv_format) == case.head_size
@@ -111,7 +118,7 @@ def test_two_blocks_are_never_guessed() -> None:
 @pytest.mark.parametrize(
     ("axis", "name", "wanted"),
     [
-        (0, "blocks_first", EngineKVFormat.NL_X_NB_TWO_NH_BS_HS),
+        (0, "blocks_first", BLOCKS_FIRST),
         (1, "kv_first", EngineKVFormat.NL_X_TWO_NB_NH_ONE_BS_HS),
     ],
 )
@@ -154,7 +161,7 @@ def test_another_model_does_not_change_caches_that_are_registered(
     answer(monkeypatch, 0)
     others = caches(_AMBIGUOUS)
     for found, wanted in (
-        (others, EngineKVFormat.NL_X_NB_TWO_NH_BS_HS),
+        (others, BLOCKS_FIRST),
         (layers, EngineKVFormat.NL_X_TWO_NB_NH_ONE_BS_HS),
     ):
         assert detect_format(found, EngineType.VLLM)[0] == wanted
