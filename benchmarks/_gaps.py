@@ -107,7 +107,7 @@ def measure(runtime: Runtime, blocks: int, tokens: int, folder: Path) -> list[Ga
             ),
             environment,
             folder / "logs",
-            name="lmcache-server-gaps",
+            name=f"lmcache-server-gaps-{len(found)}",
         )
         longest = (blocks + 1) * BLOCK_SIZE
         engine = Engine(
@@ -122,6 +122,7 @@ def measure(runtime: Runtime, blocks: int, tokens: int, folder: Path) -> list[Ga
             cache.port,
             environment,
             folder / "logs",
+            name=f"vllm-serve-gaps-{len(found)}",
         )
         cache.start()
         try:
