@@ -19,7 +19,7 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
 # Tests that start servers and commands, and so spend their time in other processes than
 # pytest's.
-SERVING_TESTS := tests/e2e tests/examples tests/buildkite tests/docs \
+SERVING_TESTS := tests/e2e tests/examples tests/support tests/buildkite tests/docs \
     tests/benchmarks/test_mp_server.py
 # Tests that compile, and so keep CPUs busy: they come last, when the others are ending.
 BUILD_TESTS := tests/build

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 # Standard
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 import itertools
 
 MLA = "mla"
@@ -15,21 +14,16 @@ BLOCKS_FIRST = "blocks-first"
 KV_FIRST = "K/V-first"
 GATHER = "gather"
 SCATTER = "scatter"
-DIRECTIONS = (GATHER, SCATTER)
+FLOOR = "floor"
+STOCK = "stock"
+GENERIC = "generic"
+OURS = "ours"
 ITEM_BYTES = {"bf16": 2, "fp8": 1}
 
 
 @dataclass(frozen=True)
 class Model:
-    """KV geometry of a model on one NPU.
-
-    Attributes:
-        name: Its name.
-        layers: Layers with a KV cache.
-        heads: KV heads on this NPU, 1 for MLA.
-        head_size: Elements of a head; of the latent row for MLA.
-        mla: Whether it has one latent plane in place of K and V.
-    """
+    """KV geometry of a model on one NPU; MLA has one latent row in place of K and V."""
 
     name: str
     layers: int
@@ -69,7 +63,7 @@ class Case:
     Attributes:
         model: Name of the model.
         block_size: Tokens per block.
-        blocks: Blocks of the call.
+        blocks: Blocks of the call, whole chunks.
         blocks_per_chunk: Blocks of one chunk.
         dtype: ``bf16`` or ``fp8``.
         threads: Threads that transfer at the same time, each its own blocks.
@@ -83,18 +77,6 @@ class Case:
     dtype: str = "bf16"
     threads: int = 1
     adjacent: bool = False
-
-    def __post_init__(self) -> None:
-        """Refuse a case that cannot be made.
-
-        Raises:
-            ValueError: A size is off.
-        """
-        if self.blocks % self.blocks_per_chunk:
-            raise ValueError(
-                f"{self.blocks} blocks are no whole number of chunks of "
-                f"{self.blocks_per_chunk}"
-            )
 
     @property
     def geometry(self) -> Model:
@@ -112,39 +94,29 @@ class Case:
         return self.block_size * self.blocks_per_chunk
 
     @property
-    def block_bytes(self) -> int:
-        """Bytes of one block of one layer, K and V together."""
-        model = self.geometry
-        tokens = model.planes * model.heads * self.block_size
-        return tokens * model.head_size * ITEM_BYTES[self.dtype]
-
-    @property
     def bytes(self) -> int:
         """Bytes that one thread moves in one call."""
-        return self.block_bytes * self.geometry.layers * self.blocks
+        model = self.geometry
+        rows = model.layers * model.planes * model.heads * self.block_size * self.blocks
+        return rows * model.head_size * ITEM_BYTES[self.dtype]
 
     @property
     def pool_blocks(self) -> int:
-        """Blocks of the paged cache: one more than are moved, which stays as it is.
-
-        It also keeps K and V apart in the K/V-first layout.
-        """
+        """Blocks of the paged cache: one more than are moved, which stays as it is."""
         return self.blocks * self.threads + 1
-
-    def block_ids(self, thread: int) -> list[int]:
-        """Return the ids that a thread moves, in token order."""
-        first = thread * self.blocks
-        ids = list(range(first, first + self.blocks))
-        return ids if self.adjacent else ids[::-1]
 
     @property
     def footprint(self) -> int:
         """Bytes of memory that measuring it takes, device and host together."""
-        moved = self.bytes * self.threads
-        pools = len(self.geometry.layouts) * moved * self.pool_blocks
+        pools = len(self.geometry.layouts) * self.bytes * self.pool_blocks
         # Chunks, their expected bytes, the floor's two sides, stock's staging and
         # what the generic operations allocate.
-        return pools // (self.blocks * self.threads) + 6 * moved
+        return pools // self.blocks + 6 * self.bytes * self.threads
+
+    def block_ids(self, thread: int) -> list[int]:
+        """Return the ids that a thread moves, in token order."""
+        ids = list(range(thread * self.blocks, (thread + 1) * self.blocks))
+        return ids if self.adjacent else ids[::-1]
 
     def __str__(self) -> str:
         ids = " adjacent" if self.adjacent else ""
@@ -155,6 +127,16 @@ class Case:
         )
 
 
+@dataclass(frozen=True)
+class Copies:
+    """Copies of one call: operations submitted to the runtime, their contiguous pieces
+    between host and device, and seconds on the hardware's links."""
+
+    submissions: int
+    host_descriptors: int
+    modelled_s: float
+
+
 @dataclass
 class Row:
     """What was measured of one case in one layout and direction.
@@ -163,24 +145,18 @@ class Row:
         case: The case.
         layout: Layout of the paged cache.
         direction: ``gather`` or ``scatter``.
-        seconds: Median time of a call by contender; stock's is that of K/V-first,
-            since it refuses blocks-first.
-        counts: Copies of one call by contender; empty where they can't be counted.
-        failures: Why a contender could not be measured.
-        seconds_of_all: The same of all calls; ``seconds`` may be of some.
-        calls: How many calls ``seconds`` is of, and how many there were, by contender.
-        far: Share of calls with CPUs far from each other; see ``_handover``.
+        seconds: Time of a call by contender; stock's is that of K/V-first, since it
+            refuses blocks-first.
+        copies: Copies of one call by contender; empty where they can't be counted.
+        hardware: Copies of ours where the simulator is as slow as the hardware.
     """
 
     case: Case
     layout: str
     direction: str
-    seconds: dict[str, float]
-    counts: dict[str, Copies]
-    failures: dict[str, str]
-    seconds_of_all: dict[str, float] = field(default_factory=dict)
-    calls: dict[str, tuple[int, int]] = field(default_factory=dict)
-    far: float = 0.0
+    seconds: dict[str, float] = field(default_factory=dict)
+    copies: dict[str, Copies] = field(default_factory=dict)
+    hardware: Copies | None = None
 
     def ratio(self, contender: str, base: str) -> float | None:
         """Return how many times as long a contender takes as another."""
@@ -188,38 +164,8 @@ class Row:
             return None
         return self.seconds[contender] / self.seconds[base]
 
-    @property
-    def all_count(self) -> bool:
-        """Whether no call was left out."""
-        return all(kept == made for kept, made in self.calls.values())
-
-    def as_json(self) -> dict[str, Any]:
-        """Return it as plain values."""
-        moved = self.case.bytes * self.case.threads
-        return {
-            **asdict(self),
-            "bytes": moved,
-            "gb_per_s": {
-                name: moved / seconds / 1e9 for name, seconds in self.seconds.items()
-            },
-        }
-
-
-@dataclass(frozen=True)
-class Copies:
-    """Copies of one call.
-
-    Attributes:
-        submissions: Copy operations submitted to the runtime.
-        host_descriptors: Contiguous pieces copied between host and device.
-        device_descriptors: Contiguous pieces copied inside the device.
-        modelled_s: Time of the copies on the hardware's links, in seconds.
-    """
-
-    submissions: int
-    host_descriptors: int
-    device_descriptors: int
-    modelled_s: float
+    def __str__(self) -> str:
+        return f"{self.case} {self.layout} {self.direction}"
 
 
 def selection() -> list[Case]:

@@ -1,145 +1,129 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts copies and staging memory in a simulator process of its own.
+"""Copies of a call and what they cost on hardware.
 
-A trace costs time, so what is timed is not traced. ``python -m benchmarks._counting
-TASK`` reads ``{"cases": [...], "staging": [threads, ...], "out": FILE}``; `run`
-starts it. A real NPU has no trace.
+They are traced in processes of their own: a trace costs time, so what is timed is not
+traced.
 """
 
 # Future
 from __future__ import annotations
 
 # Standard
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 import json
+import multiprocessing
 import os
-import subprocess
-import sys
 import tempfile
 
 # First Party
 from benchmarks import _runtime
-from benchmarks._cases import DIRECTIONS, MODELS, Case, Copies, Model, Row
-from benchmarks._copies import SIMULATOR_SETTINGS, count
-from benchmarks._samples import GENERIC, OURS
+from benchmarks._cases import FLOOR, GATHER, GENERIC, OURS, SCATTER, STOCK
+from benchmarks._cases import Case, Copies, Row
 
-ROOT = Path(__file__).resolve().parents[1]
-#: Staging is measured while each thread moves this many bytes or more.
-_STAGING_CASE = ("Qwen3-1.7B", 256, 2, 2)
+#: Figures of the hardware: GB/s of registered and of pageable host memory and inside
+#: the device, and the time of one host descriptor.
+REGISTERED_GBPS = 58.0
+PAGEABLE_GBPS = 14.0
+DEVICE_GBPS = 240.0
+DESCRIPTOR_US = 17.0
+#: The same as settings of the simulator, for a backend that measures.
+_HARDWARE = {
+    "RBLN_SIM_GBPS": f"{REGISTERED_GBPS:g}",
+    "RBLN_SIM_PAGEABLE_GBPS": f"{PAGEABLE_GBPS:g}",
+    "RBLN_SIM_D2D_GBPS": f"{DEVICE_GBPS:g}",
+    "RBLN_SIM_DESCRIPTOR_US": f"{DESCRIPTOR_US:g}",
+}
+#: By case, contender, layout and direction.
+Counts = dict[tuple[Case, str, str, str], Copies]
 
 
-def run(
-    cases: Sequence[Case], staging: Sequence[int] = (), hardware_costs: bool = False
-) -> tuple[dict[tuple[str, str, str, str], Copies], dict[str, float]]:
-    """Count copies, and measure staging, in a process of its own.
+def copies_of(operations: Sequence[dict[str, Any]]) -> Copies:
+    """Sum up the traced operations of one call, see ``rbln_sim.trace``."""
+    # What is served from host memory crosses no link.
+    copies = [op for op in operations if "2" in op["kind"] and op["via"] != "host"]
+    host = sum(op["descriptors"] for op in copies if op["kind"] != "d2d")
+    return Copies(len(copies), host, modelled_seconds(copies))
 
-    Args:
-        cases: What to count.
-        staging: Numbers of threads to measure staging with.
-        hardware_costs: Whether the simulator is to be as slow as the hardware.
+
+def modelled_seconds(copies: Sequence[dict[str, Any]]) -> float:
+    """Return when the last copy would end if the host took no time.
+
+    Copies of a stream follow each other, copies on a link too, and a synchronous copy
+    waits for all before it. Host descriptors have a fixed cost; copies inside the
+    device go by bytes alone. An asynchronous copy counts as one of registered memory.
+    """
+    streams: dict[Any, float] = defaultdict(float)
+    links: dict[tuple[Any, Any], float] = defaultdict(float)
+    host = 0.0
+    for copy in sorted(copies, key=lambda copy: copy["begin"]):
+        link, stream = (copy["device"], copy["kind"]), copy["stream"]
+        inside, synchronous = copy["kind"] == "d2d", stream is None
+        ready = max(streams.values(), default=0) if synchronous else streams[stream]
+        speed = PAGEABLE_GBPS if synchronous else REGISTERED_GBPS
+        took = copy["bytes"] / (DEVICE_GBPS if inside else speed) / 1e9
+        took += 0 if inside else copy["descriptors"] * DESCRIPTOR_US / 1e6
+        links[link] = streams[stream] = max(host, ready, links[link]) + took
+        host = streams[stream] if synchronous else host
+    return max(streams.values(), default=0.0)
+
+
+def _count(cases: Sequence[Case], costs: dict[str, str]) -> Counts:
+    """Trace one call each, but for the generic operations; runs in its own process."""
+    with tempfile.TemporaryDirectory(prefix="rbln-bench-") as folder:
+        trace = Path(folder, "trace.jsonl")
+        trace.touch()
+        state = str(Path(folder, "npu"))
+        os.environ |= {"RBLN_SIM_TRACE": str(trace), "RBLN_SIM_STATE_DIR": state}
+        os.environ |= costs
+        _runtime.use("sim")
+        # Local
+        from benchmarks._session import Session, load_contenders
+
+        operations, counts = load_contenders(), {}
+        for number, case in enumerate(cases):
+            session = Session(case, operations, filled=False)
+            if number == 0:
+                # The backend measures what copies cost in the first large transfer.
+                for layout in case.geometry.layouts:
+                    session.call(OURS, layout, GATHER, 0)
+            for direction in (GATHER, SCATTER):
+                for contender, layout in session.contenders():
+                    if contender != GENERIC:
+                        before = trace.stat().st_size
+                        session.call(contender, layout, direction, 0)
+                        with trace.open() as lines:
+                            lines.seek(before)
+                            copies = copies_of([json.loads(line) for line in lines])
+                        counts[case, contender, layout, direction] = copies
+            session.close()
+        return counts
+
+
+def run(cases: Sequence[Case]) -> tuple[Counts, Counts]:
+    """Count copies; nothing is timed, so both at once.
 
     Returns:
-        Copies by case, contender, layout and direction, and MiB of staging by
-        contender and threads.
-
-    Raises:
-        RuntimeError: The process failed; its last lines are in the message.
+        Copies, and copies where the simulator is as slow as the hardware: of cases with
+        one thread and scattered ids.
     """
-    with tempfile.TemporaryDirectory(prefix="rbln-bench-") as folder:
-        task = Path(folder, "task.json")
-        out = Path(folder, "out.json")
-        used = {case.model for case in cases}
-        task.write_text(
-            json.dumps(
-                {
-                    "models": [asdict(MODELS[name]) for name in sorted(used)],
-                    "cases": [asdict(case) for case in cases],
-                    "staging": list(staging),
-                    "out": str(out),
-                }
-            )
-        )
-        environment = {
-            **os.environ,
-            **(SIMULATOR_SETTINGS if hardware_costs else {}),
-            "RBLN_SIM_TRACE": str(Path(folder, "trace.jsonl")),
-            "RBLN_SIM_STATE_DIR": str(Path(folder, "npu")),
-        }
-        done = subprocess.run(
-            [sys.executable, "-m", "benchmarks._counting", str(task)],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        if done.returncode:
-            # What the runtime says of its own end is not why.
-            told = [x for x in done.stdout.splitlines() if "rbln_free skipped" not in x]
-            end = "\n".join(told[-15:])
-            raise RuntimeError(f"counting copies failed:\n{end}")
-        result = json.loads(out.read_text())
-    counts = {
-        (case, contender, layout, direction): Copies(**copies)
-        for (case, contender, layout, direction), copies in result["counts"]
-    }
-    return counts, result["staging"]
+    context = multiprocessing.get_context("spawn")
+    costed = [case for case in cases if case.threads == 1 and not case.adjacent]
+    with ProcessPoolExecutor(2, context) as pool:
+        plain = pool.submit(_count, cases, {})
+        slow = pool.submit(_count, costed, _HARDWARE)
+        return plain.result(), slow.result()
 
 
-def add(rows: Sequence[Row], counts: dict[tuple[str, str, str, str], Copies]) -> None:
+def add(rows: Sequence[Row], plain: Counts, slow: Counts) -> None:
     """Put counts into the rows that they belong to."""
     for row in rows:
-        for (case, contender, layout, direction), copies in counts.items():
-            same = case == str(row.case) and direction == row.direction
-            if same and (layout == row.layout or contender in ("floor", "stock")):
-                row.counts[contender] = copies
-
-
-def _main(path: str) -> None:
-    task = json.loads(Path(path).read_text())
-    _runtime.use("sim")
-    # Third Party
-    import torch
-
-    # Local
-    from benchmarks._session import Session, load_contenders
-    from benchmarks._staging import measure_staging
-
-    torch.set_num_threads(1)
-    MODELS.update({model["name"]: Model(**model) for model in task["models"]})
-    operations = load_contenders()
-    trace = Path(os.environ["RBLN_SIM_TRACE"])
-    trace.touch()
-    # First, while no pool is there yet.
-    staging = {}
-    for threads in task["staging"]:
-        case = Case(*_STAGING_CASE, threads=threads)
-        staging.update(measure_staging(case, operations))
-    counts: list[tuple[tuple[str, ...], dict[str, Any]]] = []
-    for number, fields in enumerate(task["cases"]):
-        case = Case(**fields)
-        session = Session(case, operations, filled=False)
-        if number == 0:
-            # The backend measures what copies cost in the first large transfer.
-            for layout in case.geometry.layouts:
-                session.call(OURS, layout, DIRECTIONS[0], 0)
-        for direction in DIRECTIONS:
-            for contender, layout in session.contenders():
-                if contender == GENERIC:
-                    continue
-                before = trace.stat().st_size
-                session.call(contender, layout, direction, 0)
-                with trace.open() as lines:
-                    lines.seek(before)
-                    copies = count([json.loads(line) for line in lines])
-                key = (str(case), contender, layout, direction)
-                counts.append((key, asdict(copies)))
-        session.close()
-    Path(task["out"]).write_text(json.dumps({"counts": counts, "staging": staging}))
-
-
-if __name__ == "__main__":
-    _main(sys.argv[1])
+        layouts = {FLOOR: "", STOCK: row.case.geometry.layouts[-1], OURS: row.layout}
+        for name, layout in layouts.items():
+            key = (row.case, name, layout, row.direction)
+            if key in plain:
+                row.copies[name] = plain[key]
+        row.hardware = slow.get((row.case, OURS, row.layout, row.direction))

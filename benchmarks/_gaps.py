@@ -15,9 +15,9 @@ import statistics
 
 # First Party
 from benchmarks._ttft import BLOCK_SIZE
-from examples.rbln_demo import tiny_models
-from examples.rbln_demo.runtime import Runtime, own_machine, serving_environment
-from examples.rbln_demo.servers import (
+from tests.support.serving import tiny_models
+from tests.support.serving.runtime import Runtime, own_machine, serving_environment
+from tests.support.serving.servers import (
     CONNECTOR_MODULE,
     CacheServer,
     CacheServerConfig,
@@ -107,7 +107,7 @@ def measure(runtime: Runtime, blocks: int, tokens: int, folder: Path) -> list[Ga
             ),
             environment,
             folder / "logs",
-            name="lmcache-server-gaps",
+            name=f"lmcache-server-gaps-{len(found)}",
         )
         longest = (blocks + 1) * BLOCK_SIZE
         engine = Engine(
@@ -122,6 +122,7 @@ def measure(runtime: Runtime, blocks: int, tokens: int, folder: Path) -> list[Ga
             cache.port,
             environment,
             folder / "logs",
+            name=f"vllm-serve-gaps-{len(found)}",
         )
         cache.start()
         try:

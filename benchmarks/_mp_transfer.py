@@ -20,8 +20,8 @@ import threading
 # First Party
 from benchmarks._cases import Case
 from benchmarks._mp_worker import MARK, Load
-from examples.rbln_demo.runtime import Runtime, own_machine, serving_environment
-from examples.rbln_demo.servers import CacheServer, CacheServerConfig
+from tests.support.serving.runtime import Runtime, own_machine, serving_environment
+from tests.support.serving.servers import CacheServer, CacheServerConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 _START_S = 300.0

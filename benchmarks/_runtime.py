@@ -7,7 +7,10 @@ import sys
 import tempfile
 
 # First Party
-from examples.rbln_demo.runtime import Runtime, find_runtime
+from tests.support.serving.runtime import Runtime, find_runtime
+
+#: Folders that live as long as the process.
+_kept: list["tempfile.TemporaryDirectory[str]"] = []
 
 
 def use(wanted: str) -> Runtime:
@@ -17,30 +20,22 @@ def use(wanted: str) -> Runtime:
         wanted: ``auto`` takes a real NPU where its stack is installed, else the
             simulator; ``npu`` and ``sim`` insist.
 
-    Returns:
-        The runtime.
-
     Raises:
         RuntimeError: There is none as wanted.
     """
     runtime = find_runtime(wanted=wanted)
     os.environ.setdefault("LMCACHE_DEVICE_BACKEND", "rbln")
+    os.environ.setdefault("LMCACHE_LOG_LEVEL", "WARNING")
     os.environ.setdefault("TORCH_RBLN_LOG_LEVEL", "ERROR")  # it logs to stdout
-    if not runtime.simulated:
-        return runtime
-    # Another program may hold the simulated NPUs of this user.
-    if "RBLN_SIM_STATE_DIR" not in os.environ:
-        state = tempfile.TemporaryDirectory(prefix="rbln-sim-")
-        _kept.append(state)
-        os.environ["RBLN_SIM_STATE_DIR"] = state.name
-    # Third Party
-    import rbln_sim
+    if runtime.simulated:
+        # Another program may hold the simulated NPUs of this user.
+        if "RBLN_SIM_STATE_DIR" not in os.environ:
+            _kept.append(tempfile.TemporaryDirectory(prefix="rbln-sim-"))
+            os.environ["RBLN_SIM_STATE_DIR"] = _kept[-1].name
+        # Third Party
+        import rbln_sim
 
-    # Where torch is, the caller has chosen already, as the tests do.
-    if "torch" not in sys.modules:
-        rbln_sim.activate()
+        # Where torch is, the caller has chosen already, as the tests do.
+        if "torch" not in sys.modules:
+            rbln_sim.activate()
     return runtime
-
-
-#: Folders that live as long as the process.
-_kept: list["tempfile.TemporaryDirectory[str]"] = []

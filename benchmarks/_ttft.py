@@ -13,9 +13,9 @@ import random
 import statistics
 
 # First Party
-from examples.rbln_demo import tiny_models
-from examples.rbln_demo.runtime import Runtime, own_machine, serving_environment
-from examples.rbln_demo.servers import (
+from tests.support.serving import tiny_models
+from tests.support.serving.runtime import Runtime, own_machine, serving_environment
+from tests.support.serving.servers import (
     CacheServer,
     CacheServerConfig,
     Engine,

@@ -28,9 +28,9 @@ import sys
 # First Party
 from benchmarks import _gaps, _mp_transfer, _report, _targets, _ttft
 from benchmarks._mp_worker import Load
-from examples.rbln_demo.client import RequestFailedError
-from examples.rbln_demo.processes import ServerFailedError
-from examples.rbln_demo.runtime import WANTED, Runtime, find_runtime
+from tests.support.serving.client import RequestFailedError
+from tests.support.serving.processes import ServerFailedError
+from tests.support.serving.runtime import WANTED, Runtime, find_runtime
 
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = ("transfer", "ttft", "gaps")

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "pipeline.h"
 
+#include <ATen/ops/_foreach_copy.h>
+#include <ATen/ops/as_strided.h>
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -8,11 +10,15 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <optional>
 #include <stdexcept>
 #include <string>
 #include <thread>
 #include <utility>
+#include <vector>
+
+#include "workers.h"
 
 namespace kv_transpose {
 namespace {
@@ -21,132 +27,78 @@ namespace {
   throw std::invalid_argument("wanted " + wanted);
 }
 
-bool is_staging(const at::Tensor& tensor, const at::Tensor& layer) {
-  return tensor.scalar_type() == layer.scalar_type() && tensor.dim() == 1 &&
-         tensor.is_contiguous();
-}
+/// Buffers share this many parts each, if those are small enough.
+constexpr int64_t kParts = 4;
+/// Parts of a buffer start at multiples of this many bytes.
+constexpr int64_t kAlignment = 64;
+/// A transfer is cut into so many batches at least, unless they get too small.
+constexpr int64_t kMinBatches = 24;
 
-int64_t room_of_part(const Transfer& transfer) {
-  int64_t room = INT64_MAX;
-  for (const at::Tensor& part : transfer.parts) {
-    room = std::min(room, static_cast<int64_t>(part.nbytes()));
-  }
-  return room;
-}
-
-void check_tensors(const Transfer& transfer) {
-  if (transfer.layers.empty() || transfer.parts.empty() != transfer.in_place) {
-    refuse("at least one layer, and either parts of staging or copies in place");
-  }
-  const at::Tensor& first = transfer.layers.front();
-  for (const at::Tensor& layer : transfer.layers) {
-    if (layer.scalar_type() != first.scalar_type() ||
-        layer.device() != first.device()) {
-      refuse("layers of one element type on one device");
-    }
-  }
-  for (const at::Tensor& part : transfer.parts) {
-    if (!is_staging(part, first) || !part.device().is_cpu()) {
-      refuse("parts of the layers' element type in host memory, of one dense axis");
-    }
-  }
-  const at::Tensor& collector = transfer.collector;
-  if (collector.defined() &&
-      (!is_staging(collector, first) || collector.device() != first.device() ||
-       static_cast<int64_t>(collector.nbytes()) < room_of_part(transfer))) {
-    refuse(
-        "a collector of the layers' element type and device, of one dense axis and "
-        "at least " +
-        std::to_string(room_of_part(transfer)) + " bytes");
-  }
-}
-
-/// Elements of a tensor's memory, from its first one on.
-int64_t room_of(const at::Tensor& tensor) {
-  const auto bytes = static_cast<int64_t>(tensor.storage().nbytes());
-  return bytes / tensor.element_size() - tensor.storage_offset();
-}
-
-/// Where a piece starts in each layer, in elements from the layer's first; -1 if that
-/// is not a number.
-int64_t start_of(const Piece& piece, const std::array<int64_t, 4>& strides) {
-  const std::array<int64_t, 4> first = {piece.block, piece.plane, piece.head,
-                                        piece.slot};
-  int64_t start = 0;
-  for (size_t axis = 0; axis < first.size(); ++axis) {
-    int64_t offset = 0;
-    if (first[axis] < 0 ||
-        __builtin_mul_overflow(first[axis], strides[axis], &offset) ||
-        __builtin_add_overflow(start, offset, &start)) {
-      return -1;
-    }
-  }
-  return start;
-}
-
-int64_t bytes_of(const Tile& tile, int64_t row_bytes) {
-  return tile.blocks * tile.planes * tile.heads * tile.slots * row_bytes;
-}
-
-/// What is copied, in order. A region and the tile of its number are the same bytes.
-struct Plan {
-  std::vector<Tile> tiles;
-  std::vector<int64_t> starts;  // elements from the first one of the tile's layer
-  std::vector<size_t> ends;     // of each batch, the region behind its last
+/// Staging of one type with the layers, divided.
+struct Parts {
+  std::vector<at::Tensor> memory;
+  int64_t batch_bytes = 0;
 };
 
-/// Repeats the pieces of each chunk in each layer.
-Plan expand(const Transfer& transfer) {
-  Plan plan;
-  const auto layers = static_cast<int64_t>(transfer.layers.size());
-  const Piece* const end = transfer.pieces.data() + transfer.pieces.size();
-  const size_t regions = transfer.pieces.size() * transfer.layers.size();
-  plan.tiles.reserve(regions);
-  plan.starts.reserve(regions);
-  for (const Piece* piece = transfer.pieces.data(); piece != end;) {
-    const Piece* const first = piece;
-    while (piece != end && piece->chunk == first->chunk) ++piece;
-    for (int64_t layer = 0; layer < layers; ++layer) {
-      for (const Piece* in = first; in != piece; ++in) {
-        plan.tiles.push_back({0, in->chunk, layer, in->plane, in->planes, in->token,
-                              in->blocks, in->slots, in->head, in->heads});
-        plan.starts.push_back(start_of(*in, transfer.strides));
-      }
+Parts divide(const Plan& plan, const Resources& with) {
+  const int64_t element = plan.element_size();
+  int64_t room = INT64_MAX;
+  for (const at::Tensor& buffer : with.staging) {
+    if (buffer.scalar_type() != at::kByte || buffer.dim() != 1 ||
+        !buffer.is_contiguous() || !buffer.device().is_cpu() ||
+        buffer.storage_offset() % element != 0 ||
+        static_cast<int64_t>(buffer.storage().nbytes()) <
+            buffer.storage_offset() + buffer.numel()) {
+      refuse(
+          "staging as uint8 in host memory, of one dense axis and aligned to elements");
+    }
+    room = std::min(room, buffer.numel() / element * element);
+  }
+  if (room < plan.largest_bytes || room < element) {
+    refuse("staging of " + std::to_string(plan.largest_bytes) +
+           " bytes for the largest segment, got " + std::to_string(room));
+  }
+  int64_t size = room, batch = room;
+  if (!with.collector.defined()) {
+    const int64_t wanted = std::max(with.part_bytes, plan.largest_bytes);
+    if (wanted <= room - kAlignment) {
+      size = (wanted + kAlignment - 1) / kAlignment * kAlignment;
+    }
+    batch = std::min(size, std::max(with.batch_bytes, plan.bytes / kMinBatches));
+  }
+  Parts parts{{}, batch};
+  for (const at::Tensor& buffer : with.staging) {
+    const int64_t count = size == room ? 1 : std::min(kParts, room / size);
+    const at::Tensor used = buffer.narrow(0, 0, count * size);
+    for (at::Tensor& part :
+         used.view(plan.layers.front().scalar_type()).split(size / element)) {
+      parts.memory.push_back(std::move(part));
     }
   }
-  return plan;
+  return parts;
 }
 
-void check_regions(const Transfer& transfer, const Plan& plan) {
-  const int64_t element = transfer.layers.front().element_size();
-  for (size_t index = 0; index < plan.tiles.size(); ++index) {
-    const Tile& tile = plan.tiles[index];
-    const int64_t room = room_of(transfer.layers[static_cast<size_t>(tile.layer)]);
-    const int64_t start = plan.starts[index];
-    const int64_t size = bytes_of(tile, transfer.row_bytes) / element;
-    if (start < 0 || start >= room || size > room - start) {
-      refuse("region " + std::to_string(index) + " (start " + std::to_string(start) +
-             ", size " + std::to_string(size) + ") inside of the " +
-             std::to_string(room) + " elements of layer " + std::to_string(tile.layer));
+void check_resources(const Plan& plan, const Resources& with) {
+  if (with.threads < 1 || with.threads > kMaxThreads) {
+    refuse("threads of 1 to " + std::to_string(kMaxThreads) + ", got " +
+           std::to_string(with.threads));
+  }
+  if (with.part_bytes < 1 || with.batch_bytes < 1) refuse("parts of at least 1 byte");
+  if (with.staging.empty() && !plan.in_place) {
+    refuse("staging, unless segments are contiguous in their chunks too");
+  }
+  const at::Tensor &collector = with.collector, &layer = plan.layers.front();
+  if (!collector.defined()) return;
+  for (const at::Tensor& buffer : with.staging) {
+    if (collector.scalar_type() != layer.scalar_type() || collector.dim() != 1 ||
+        !collector.is_contiguous() || collector.device() != layer.device() ||
+        collector.nbytes() < buffer.nbytes()) {
+      refuse(
+          "a collector of the layers' element type and device, of one dense axis and "
+          "at least " +
+          std::to_string(buffer.nbytes()) + " bytes");
     }
   }
-}
-
-/// Fills batch after batch without gaps; a region that is larger has one of its own.
-void pack(const Transfer& transfer, Plan& plan) {
-  const int64_t room = std::min(transfer.batch_bytes, room_of_part(transfer));
-  int64_t used = 0;
-  for (size_t index = 0; index < plan.tiles.size(); ++index) {
-    Tile& tile = plan.tiles[index];
-    const int64_t bytes = bytes_of(tile, transfer.row_bytes);
-    if (used > 0 && bytes > room - used) {
-      plan.ends.push_back(index);
-      used = 0;
-    }
-    tile.staged = used;
-    used += bytes;
-  }
-  if (used > 0) plan.ends.push_back(plan.tiles.size());
 }
 
 /// Views elements [first, first + size) of a tensor, counted from its first one.
@@ -154,16 +106,6 @@ at::Tensor view(const at::Tensor& tensor, int64_t first, int64_t size) {
   constexpr int64_t kDense = 1;
   return at::as_strided(tensor, {&size, 1}, {&kDense, 1},
                         tensor.storage_offset() + first);
-}
-
-/// A piece's window of its chunk, where that is contiguous.
-at::Tensor window_of(const Transfer& transfer, const Tile& tile, int64_t size) {
-  const auto index = static_cast<size_t>(tile.chunk);
-  const Chunk& chunk = transfer.windows[index];
-  const int64_t first =
-      tile.layer * chunk.layer_stride + tile.token * chunk.token_stride;
-  return view(transfer.chunks[index], first / transfer.chunks[index].element_size(),
-              size);
 }
 
 /// How long to look for the end of a part's copies before sleeping until it: about as
@@ -228,40 +170,24 @@ void take_from_python(std::exception& failure) {
   if (auto* error = dynamic_cast<python_error*>(&failure)) error->persist();
 }
 
-/// Waits until nothing is in flight on the stream and it has no failure to report, so
-/// that the next transfer is not told of this one's. Returns whether that is so.
-///
-/// It shows by a further copy: a stream may report a failure until it gets more to do,
-/// and what it reports instead of waiting does not tell that it is idle.
-bool drain(const Transfer& transfer) {
-  const c10::Stream& stream = *transfer.stream;
-  for (int probe = 0; probe < kMaxProbes; ++probe) {
-    try {
-      const c10::StreamGuard current(stream);
-      constexpr bool kNonBlocking = true;
-      c10::Event behind(stream.device_type());
-      transfer.probe_to.copy_(transfer.probe_from, kNonBlocking);
-      behind.record(stream);
-      wait_or_ask(behind);
-      return true;
-    } catch (std::exception& failure) {
-      // The old failure, or another one.
-      take_from_python(failure);
-    }
-  }
-  return false;
-}
-
 /// One transfer under way.
 class Pipeline {
  public:
-  Pipeline(const Transfer& transfer, const Plan& plan, Job job)
-      : transfer_(transfer), plan_(plan), job_(std::move(job)) {
-    for (const at::Tensor& memory : transfer.parts) parts_.push_back({memory, marks()});
+  Pipeline(const Plan& plan, const Resources& with)
+      : plan_(plan), with_(with), tiles_(plan.tiles) {
+    job_ = {plan.direction, nullptr, plan.windows.data(), plan.row_bytes, nullptr, 0};
+    if (with.staging.empty()) {
+      parts_.push_back({at::Tensor(), marks()});
+      ends_.push_back(tiles_.size());
+      return;
+    }
+    const Parts parts = divide(plan, with);
+    for (const at::Tensor& memory : parts.memory) parts_.push_back({memory, marks()});
+    pack(parts.batch_bytes);
   }
 
   void run() {
-    const size_t batches = plan_.ends.size();
+    const size_t batches = ends_.size();
     for (size_t batch = 0; batch < batches; ++batch) {
       if (batch >= parts_.size()) finish(batch - parts_.size());
       if (!to_host()) transpose(batch);
@@ -271,21 +197,6 @@ class Pipeline {
     for (; batch < batches; ++batch) finish(batch);
   }
 
-  void run_in_place() {
-    std::optional<Marks> copied = marks();
-    std::vector<at::Tensor> regions, windows;
-    {
-      const at::AutoDispatchBelowADInplaceOrView plain;
-      for (size_t index = 0; index < plan_.tiles.size(); ++index) {
-        regions.push_back(region(index));
-        windows.push_back(
-            window_of(transfer_, plan_.tiles[index], regions.back().numel()));
-      }
-    }
-    copy_all(windows, regions, copied);
-    if (copied) copied->wait();
-  }
-
  private:
   /// A part of staging, and what is behind its copies.
   struct Part {
@@ -293,20 +204,46 @@ class Pipeline {
     std::optional<Marks> copied;
   };
 
-  bool to_host() const { return transfer_.direction == Direction::kGather; }
+  bool to_host() const { return plan_.direction == Direction::kGather; }
   Part& part_of(size_t batch) { return parts_[batch % parts_.size()]; }
-  size_t begin_of(size_t batch) const { return batch == 0 ? 0 : plan_.ends[batch - 1]; }
+  size_t begin_of(size_t batch) const { return batch == 0 ? 0 : ends_[batch - 1]; }
+  int64_t bytes_of(const Tile& tile) const { return tile.rows() * plan_.row_bytes; }
 
   std::optional<Marks> marks() const {
-    if (!transfer_.stream) return std::nullopt;
-    return Marks(*transfer_.stream);
+    if (!with_.lane) return std::nullopt;
+    return Marks(with_.lane->stream);
   }
 
-  at::Tensor region(size_t index) const {
-    const Tile& tile = plan_.tiles[index];
-    const at::Tensor& layer = transfer_.layers[static_cast<size_t>(tile.layer)];
-    return view(layer, plan_.starts[index],
-                bytes_of(tile, job_.row_bytes) / layer.element_size());
+  /// Fills batch after batch without gaps; a segment that is larger has one of its own.
+  void pack(int64_t room) {
+    int64_t used = 0;
+    for (size_t index = 0; index < tiles_.size(); ++index) {
+      const int64_t bytes = bytes_of(tiles_[index]);
+      if (used > 0 && bytes > room - used) {
+        ends_.push_back(index);
+        used = 0;
+      }
+      tiles_[index].staged = used;
+      used += bytes;
+    }
+    ends_.push_back(tiles_.size());
+  }
+
+  at::Tensor on_device(size_t index) const {
+    const Tile& tile = tiles_[index];
+    return view(plan_.layers[static_cast<size_t>(tile.layer)], plan_.starts[index],
+                bytes_of(tile) / plan_.element_size());
+  }
+
+  /// The other side of a segment's copy: staging or, in place, its chunk.
+  at::Tensor opposite(const at::Tensor& staged, const Tile& tile) const {
+    const auto chunk = static_cast<size_t>(tile.chunk);
+    const bool in_place = !staged.defined();
+    const int64_t first =
+        in_place ? plan_.windows[chunk].offset(tile.plane, tile.layer, tile.token)
+                 : tile.staged;
+    return view(in_place ? plan_.chunks[chunk] : staged, first / plan_.element_size(),
+                bytes_of(tile) / plan_.element_size());
   }
 
   /// Waits for the copies of a batch. Its part is free then.
@@ -316,79 +253,82 @@ class Pipeline {
   }
 
   void transpose(size_t batch) {
+    if (!part_of(batch).memory.defined()) return;
     job_.staging = static_cast<char*>(part_of(batch).memory.data_ptr());
-    job_.tiles = plan_.tiles.data() + begin_of(batch);
-    job_.num_tiles = static_cast<int64_t>(plan_.ends[batch] - begin_of(batch));
-    kv_transpose::run(job_, transfer_.threads);
+    job_.tiles = tiles_.data() + begin_of(batch);
+    job_.num_tiles = static_cast<int64_t>(ends_[batch] - begin_of(batch));
+    kv_transpose::run(job_, with_.threads);
   }
 
   /// Issues the copies of a batch.
   void copy(size_t batch) {
     Part& part = part_of(batch);
-    const bool collects = transfer_.collector.defined();
-    const at::Tensor& staged = collects ? transfer_.collector : part.memory;
-    const int64_t element = staged.element_size();
-    std::vector<at::Tensor> regions, windows;
+    const bool collects = with_.collector.defined();
+    const at::Tensor& staged = collects ? with_.collector : part.memory;
+    std::vector<at::Tensor> segments, others;
     int64_t used = 0;
     {
       // Nobody but the copies sees these views.
       const at::AutoDispatchBelowADInplaceOrView plain;
-      for (size_t index = begin_of(batch); index < plan_.ends[batch]; ++index) {
-        regions.push_back(region(index));
-        const int64_t size = regions.back().numel();
-        windows.push_back(view(staged, plan_.tiles[index].staged / element, size));
-        used += size;
+      for (size_t index = begin_of(batch); index < ends_[batch]; ++index) {
+        segments.push_back(on_device(index));
+        others.push_back(opposite(staged, tiles_[index]));
+        used += segments.back().numel();
       }
     }
     if (!collects) {
-      copy_all(windows, regions, part.copied);
+      copy_all(others, segments, part.copied);
       return;
     }
     const std::vector<at::Tensor> across = {part.memory.narrow(0, 0, used)};
     const std::vector<at::Tensor> collected = {staged.narrow(0, 0, used)};
     if (!to_host()) copy_all(across, collected, part.copied);
-    copy_all(windows, regions, part.copied);
+    copy_all(others, segments, part.copied);
     if (to_host()) copy_all(across, collected, part.copied);
   }
 
-  /// Issues copies between windows, on the host or the device, and device regions.
-  void copy_all(const std::vector<at::Tensor>& host,
-                const std::vector<at::Tensor>& device, std::optional<Marks>& copied) {
-    const auto& targets = to_host() ? host : device;
-    const auto& sources = to_host() ? device : host;
-    if (!copied) {
+  /// Issues copies between segments and what is on the other side.
+  void copy_all(const std::vector<at::Tensor>& others,
+                const std::vector<at::Tensor>& segments, std::optional<Marks>& copied) {
+    const auto& targets = to_host() ? others : segments;
+    const auto& sources = to_host() ? segments : others;
+    // Inside of an NPU one by one: as a batch some make them a synchronous copy.
+    const bool crosses = targets.front().device() != sources.front().device() ||
+                         targets.front().is_cpu();
+    if (!copied && crosses) {
       at::_foreach_copy_(targets, sources);
       return;
     }
-    constexpr bool kNonBlocking = true;
     for (size_t index = 0; index < targets.size(); ++index) {
-      if (targets[index].device() == sources[index].device()) {
-        // What is for batches some devices make a synchronous copy here.
-        targets[index].copy_(sources[index], kNonBlocking);
+      const bool non_blocking = copied.has_value();
+      if (crosses) {
+        at::_foreach_copy_({&targets[index], 1}, {&sources[index], 1}, non_blocking);
       } else {
-        at::_foreach_copy_({&targets[index], 1}, {&sources[index], 1}, kNonBlocking);
+        targets[index].copy_(sources[index], non_blocking);
       }
-      copied->add();
+      if (copied) copied->add();
     }
   }
 
-  const Transfer& transfer_;
   const Plan& plan_;
-  Job job_;
+  const Resources& with_;
+  std::vector<Tile> tiles_;
+  std::vector<size_t> ends_;  // of each batch, the tile behind its last
   std::vector<Part> parts_;
+  Job job_;
 };
 
-/// Runs the pipeline on the stream of the transfer, behind the caller's current one.
-void run_on_stream(Pipeline& pipeline, const Transfer& transfer) {
-  const c10::Stream stream = *transfer.stream;
-  const c10::Device device = transfer.layers.front().device();
+/// Issues copies on a lane's stream, behind the caller's current one.
+template <typename Copies>
+void run_on(const Lane& lane, const c10::Device device, Copies&& copies) {
+  const c10::Stream stream = lane.stream;
   const c10::impl::VirtualGuardImpl of_device(device.type());
   const c10::Stream callers = of_device.getStream(device);
   if (stream.device() != device || stream == callers) {
     refuse("a stream of the layers' device, and not the caller's current one");
   }
-  if (!transfer.probe_to.defined() || transfer.probe_from.device() != device ||
-      transfer.probe_to.nbytes() != transfer.probe_from.nbytes()) {
+  if (!lane.probe_to.defined() || lane.probe_from.device() != device ||
+      lane.probe_to.nbytes() != lane.probe_from.nbytes()) {
     refuse("pinned and device memory alike to probe the stream with");
   }
   try {
@@ -399,38 +339,91 @@ void run_on_stream(Pipeline& pipeline, const Transfer& transfer) {
     Marks begun(stream);
     begun.add();
     const c10::StreamGuard current(stream);
-    transfer.in_place ? pipeline.run_in_place() : pipeline.run();
+    copies();
     begun.wait();
   } catch (std::exception& failure) {
     take_from_python(failure);
-    if (drain(transfer)) throw;
+    if (drain(lane)) throw;
     throw NotDrained(failure.what());
   }
 }
 
+/// Copies of one measurement: their time is fixed cost. They are many, since the first
+/// one may have to wake the driver.
+constexpr int kProbes = 32;
+/// Copies of the first one, which shows whether the others would take too long.
+constexpr int kFirstProbes = 4;
+constexpr int64_t kProbeBytes = 4096;
+constexpr int kRounds = 12;
+/// Where copies take longer, in microseconds each, the fixed cost is lost in what makes
+/// them so slow: another round would tell no more, and hold transfers up.
+constexpr double kHopelessUs = 6000.0;
+
+double time_of(const at::Tensor& to, const at::Tensor& from, int copies,
+               const c10::Stream& stream) {
+  using Clock = std::chrono::steady_clock;
+  stream.synchronize();
+  const Clock::time_point begin = Clock::now();
+  for (int copy = 0; copy < copies; ++copy) to.copy_(from, true);
+  stream.synchronize();
+  return std::chrono::duration<double, std::micro>(Clock::now() - begin).count() /
+         copies;
+}
+
 }  // namespace
 
-void run(const Transfer& transfer) {
-  check_tensors(transfer);
-  Plan plan = expand(transfer);
-  Job job;
-  job.direction = transfer.direction;
-  job.staging_bytes = transfer.in_place ? INT64_MAX : room_of_part(transfer);
-  job.chunks = transfer.windows;
-  job.heads = transfer.heads;
-  job.row_bytes = transfer.row_bytes;
-  job.tiles = plan.tiles.data();
-  job.num_tiles = static_cast<int64_t>(plan.tiles.size());
-  // Of every region by itself, before they are packed.
-  check(job);
-  check_regions(transfer, plan);
-  if (!transfer.in_place) pack(transfer, plan);
-  Pipeline pipeline(transfer, plan, std::move(job));
-  if (transfer.stream) {
-    run_on_stream(pipeline, transfer);
-  } else {
-    transfer.in_place ? pipeline.run_in_place() : pipeline.run();
+bool drain(const Lane& lane) {
+  // It shows by a further copy: a stream may report a failure until it gets more to do,
+  // and what it reports instead of waiting does not tell that it is idle.
+  for (int probe = 0; probe < kMaxProbes; ++probe) {
+    try {
+      const c10::StreamGuard current(lane.stream);
+      constexpr bool kNonBlocking = true;
+      c10::Event behind(lane.stream.device_type());
+      lane.probe_to.copy_(lane.probe_from, kNonBlocking);
+      behind.record(lane.stream);
+      wait_or_ask(behind);
+      return true;
+    } catch (std::exception& failure) {
+      // The old failure, or another one.
+      take_from_python(failure);
+    }
   }
+  return false;
+}
+
+void run(const Plan& plan, const Resources& with) {
+  check_resources(plan, with);
+  if (plan.tiles.empty()) return;
+  Pipeline pipeline(plan, with);
+  if (!with.lane) {
+    pipeline.run();
+  } else {
+    run_on(*with.lane, plan.layers.front().device(), [&] { pipeline.run(); });
+  }
+}
+
+std::pair<double, double> copy_times(const Plan& plan, const Resources& with) {
+  check_resources(plan, with);
+  if (!with.lane || !with.collector.defined() || plan.tiles.empty()) {
+    refuse("a lane, staging and a collector to measure copies with");
+  }
+  const int64_t size = std::min(kProbeBytes, plan.row_bytes) / plan.element_size();
+  const at::Tensor from = view(plan.layers.front(), 0, size);
+  const at::Tensor host = divide(plan, with).memory.front().narrow(0, 0, size);
+  const at::Tensor inside = with.collector.narrow(0, 0, size);
+  std::pair<double, double> least{INFINITY, INFINITY};
+  run_on(*with.lane, from.device(), [&] {
+    for (int round = 0; round < kRounds; ++round) {
+      const int copies = round == 0 ? kFirstProbes : kProbes;
+      const double across = time_of(host, from, copies, with.lane->stream);
+      const double within = time_of(inside, from, copies, with.lane->stream);
+      // Others can only make a copy slower.
+      least = {std::min(least.first, across), std::min(least.second, within)};
+      if (across + within > kHopelessUs) break;
+    }
+  });
+  return least;
 }
 
 }  // namespace kv_transpose

@@ -2,8 +2,6 @@
 #include "transpose.h"
 
 #include <algorithm>
-#include <stdexcept>
-#include <string>
 
 #include "rows.h"
 #include "workers.h"
@@ -23,45 +21,6 @@ struct Span {
 /// What one thread takes at a time: enough to be worth it, little enough to share.
 constexpr int64_t kSpanBytes = 128 << 10;
 
-bool multiply(int64_t a, int64_t b, int64_t* product) {
-  return !__builtin_mul_overflow(a, b, product);
-}
-
-/// Whether `size` items from `first` on lie in `[0, end)`; there is at least one.
-bool inside(int64_t first, int64_t size, int64_t end) {
-  return first >= 0 && size >= 1 && first < end && size <= end - first;
-}
-
-std::string describe(const Tile& tile, int64_t index) {
-  return "tile " + std::to_string(index) + " (staged " + std::to_string(tile.staged) +
-         ", chunk " + std::to_string(tile.chunk) + ", layer " +
-         std::to_string(tile.layer) + ", plane " + std::to_string(tile.plane) + " + " +
-         std::to_string(tile.planes) + ", token " + std::to_string(tile.token) + ", " +
-         std::to_string(tile.blocks) + " blocks of " + std::to_string(tile.slots) +
-         " slots, head " + std::to_string(tile.head) + " + " +
-         std::to_string(tile.heads) + ")";
-}
-
-bool staged_fits(const Job& job, const Tile& tile) {
-  int64_t bytes = job.row_bytes;
-  for (const int64_t size : {tile.blocks, tile.planes, tile.heads, tile.slots}) {
-    if (size < 1 || !multiply(bytes, size, &bytes)) return false;
-  }
-  return inside(tile.staged, bytes, job.staging_bytes);
-}
-
-bool window_fits(const Job& job, const Tile& tile) {
-  const auto count = static_cast<int64_t>(job.chunks.size());
-  if (!inside(tile.chunk, 1, count)) return false;
-  const Chunk& chunk = job.chunks[static_cast<size_t>(tile.chunk)];
-  int64_t tokens = 0;
-  return inside(tile.layer, 1, chunk.layers) &&
-         inside(tile.plane, tile.planes, chunk.planes) &&
-         inside(tile.head, tile.heads, job.heads) &&
-         multiply(tile.blocks, tile.slots, &tokens) &&
-         inside(tile.token, tokens, chunk.tokens);
-}
-
 /// Where a span lies on both sides.
 struct Place {
   char* staged;  // of its first head and slot; heads lie head_stride apart
@@ -72,15 +31,14 @@ struct Place {
 
 Place place(const Job& job, const Span& span) {
   const Tile& tile = *span.tile;
-  const Chunk& chunk = job.chunks[static_cast<size_t>(tile.chunk)];
+  const Chunk& chunk = job.chunks[tile.chunk];
   const int64_t head_stride = tile.slots * job.row_bytes;
   const int64_t head_block = span.block * tile.planes + span.plane;
   const int64_t token = tile.token + span.block * tile.slots + span.slot;
   return {job.staging + tile.staged + head_block * tile.heads * head_stride +
               span.slot * job.row_bytes,
           head_stride,
-          chunk.data + (tile.plane + span.plane) * chunk.plane_stride +
-              tile.layer * chunk.layer_stride + token * chunk.token_stride +
+          chunk.data + chunk.offset(tile.plane + span.plane, tile.layer, token) +
               tile.head * job.row_bytes,
           chunk.token_stride};
 }
@@ -152,22 +110,6 @@ std::vector<Span> split(const Job& job) {
 }
 
 }  // namespace
-
-void check(const Job& job) {
-  for (int64_t index = 0; index < job.num_tiles; ++index) {
-    const Tile& tile = job.tiles[index];
-    if (!staged_fits(job, tile)) {
-      throw std::invalid_argument(describe(tile, index) +
-                                  " does not lie in the staging buffer of " +
-                                  std::to_string(job.staging_bytes) + " bytes");
-    }
-    if (!window_fits(job, tile)) {
-      throw std::invalid_argument(describe(tile, index) +
-                                  " does not lie in one of the " +
-                                  std::to_string(job.chunks.size()) + " chunks");
-    }
-  }
-}
 
 void run(const Job& job, int threads) {
   const std::vector<Span> spans = split(job);

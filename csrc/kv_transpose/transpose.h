@@ -31,9 +31,12 @@ struct Chunk {
   int64_t plane_stride = 0;
   int64_t layer_stride = 0;
   int64_t token_stride = 0;
+
+  int64_t offset(int64_t plane, int64_t layer, int64_t token) const {
+    return plane * plane_stride + layer * layer_stride + token * token_stride;
+  }
 };
 
-/// One tile; a row of the table that callers pass, hence eight bytes each and in order.
 struct Tile {
   int64_t staged;  // offset in the staging buffer, bytes
   int64_t chunk;   // index of the chunk
@@ -45,25 +48,21 @@ struct Tile {
   int64_t slots;  // tokens of each block
   int64_t head;
   int64_t heads;
-};
-constexpr int kTileColumns = sizeof(Tile) / sizeof(int64_t);
 
+  int64_t rows() const { return blocks * planes * heads * slots; }
+};
+
+/// Every tile lies inside of the staging buffer and of its chunk.
 struct Job {
   Direction direction = Direction::kGather;
   char* staging = nullptr;
-  int64_t staging_bytes = 0;
-  std::vector<Chunk> chunks;
-  int64_t heads = 0;      // of every chunk
+  const Chunk* chunks = nullptr;
   int64_t row_bytes = 0;  // of one head of one token
   const Tile* tiles = nullptr;
   int64_t num_tiles = 0;
 };
 
-/// Throws std::invalid_argument, naming the tile, unless every tile lies inside the
-/// staging buffer and inside its chunk.
-void check(const Job& job);
-
-/// Moves every tile of a checked job, in the calling thread and up to `threads - 1`
+/// Moves every tile of a job, in the calling thread and up to `threads - 1`
 /// helpers. Chunk memory that two tiles of a gather share, or staging memory that two
 /// tiles of a scatter share, gets the bytes of either.
 void run(const Job& job, int threads);

@@ -21,22 +21,22 @@ import sys
 import time
 
 # First Party
-from examples.rbln_demo import tiny_models
-from examples.rbln_demo.client import RequestFailedError
-from examples.rbln_demo.processes import ServerFailedError
 from examples.rbln_demo.report import (
     Measurement,
     find_problems,
     format_table,
     whole_chunks,
 )
-from examples.rbln_demo.runtime import (
+from tests.support.serving import tiny_models
+from tests.support.serving.client import RequestFailedError
+from tests.support.serving.processes import ServerFailedError
+from tests.support.serving.runtime import (
     WANTED,
     find_runtime,
     own_machine,
     serving_environment,
 )
-from examples.rbln_demo.servers import (
+from tests.support.serving.servers import (
     CacheServer,
     CacheServerConfig,
     Engine,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 
 # First Party
-from examples.rbln_demo.client import Completion
+from tests.support.serving.client import Completion
 
 
 @dataclass(frozen=True)

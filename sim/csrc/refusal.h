@@ -9,7 +9,7 @@
 #include <sstream>
 #include <string>
 
-#include "abi.h"
+#include "api/abi.h"
 
 namespace rbln_sim {
 

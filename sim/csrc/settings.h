@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "cost.h"
-#include "fault_rules.h"
+#include "faults/rules.h"
+#include "stream/cost.h"
 
 namespace rbln_sim {
 

@@ -85,7 +85,7 @@ def reference(model: Path) -> list[list[int]]:
 
 
 def make_model(kind: str, folder: Path) -> Path:
-    command = ["-m", "examples.rbln_demo.tiny_models", kind, str(folder)]
+    command = ["-m", "tests.support.serving.tiny_models", kind, str(folder)]
     subprocess.run([sys.executable, *command], cwd=REPO, check=True)
     return folder / kind
 

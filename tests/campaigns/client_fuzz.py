@@ -27,9 +27,9 @@ import threading
 import time
 
 # First Party
-from examples.rbln_demo import client
-from examples.rbln_demo.runtime import find_runtime
-from examples.rbln_demo.servers import HOST
+from tests.support.serving import client
+from tests.support.serving.runtime import find_runtime
+from tests.support.serving.servers import HOST
 
 PROMPTS = 12
 NAMES = (

@@ -44,7 +44,7 @@ def _serve(order: Path, models: Path) -> None:
     import lmcache_rbln.integration.vllm.connector  # noqa: F401
 
     # vLLM imports itself once more to look at a model's class, for the sake of CUDA.
-    registry._run_in_subprocess = lambda function: function()
+    registry._run_in_subprocess = lambda fn: fn()
     # LMCache collects garbage as it starts, which takes longer than all the rest over
     # what is imported here.
     gc.freeze()

@@ -12,24 +12,22 @@ import sys
 import time
 
 # First Party
-from examples.rbln_demo import tiny_models
-from examples.rbln_demo.processes import ServerFailedError, ServerProcess
-from examples.rbln_demo.procfs import mapped_segments, session_members
-from examples.rbln_demo.runtime import Runtime, own_machine
-from examples.rbln_demo.servers import (
-    CONNECTOR as MP_CONNECTOR,
-)
-from examples.rbln_demo.servers import (
+from tests.campaigns.connector_trials import Result, sockets_in
+from tests.campaigns.in_flight import InFlight
+from tests.e2e.serving import serving_environment
+from tests.support.serving import servers, tiny_models
+from tests.support.serving.processes import ServerFailedError, ServerProcess
+from tests.support.serving.procfs import mapped_segments, session_members
+from tests.support.serving.runtime import Runtime, own_machine
+from tests.support.serving.servers import (
     CacheServer,
     CacheServerConfig,
     Engine,
     EngineConfig,
 )
-from tests.campaigns.connector_trials import Result, sockets_in
-from tests.campaigns.in_flight import InFlight
-from tests.e2e.serving import serving_environment
 
 CONNECTOR = "RBLNLMCacheConnectorV1"
+MP_CONNECTOR = servers.CONNECTOR
 CHUNK = 256
 #: So long is waited for the end of what is stopped, in seconds.
 PATIENCE_S = 60.0
@@ -73,7 +71,7 @@ class Stop:
         name: Of the trial.
         env: LMCache's environment.
         number: Signal that stops it; ``None`` for one that refuses to start.
-        drains: Whether vLLM lets requests end first.
+        drains: So long vLLM lets requests end first, in seconds.
         busy: Whether requests are answered at that moment.
         connector: Name of its connector, if it has one.
         ranks: NPUs, each with a worker.
@@ -82,7 +80,7 @@ class Stop:
     name: str
     env: Mapping[str, str] = field(default_factory=dict)
     number: signal.Signals | None = signal.SIGTERM
-    drains: bool = False
+    drains: int = 0
     busy: bool = False
     connector: str | None = CONNECTOR
     ranks: int = 1
@@ -90,7 +88,7 @@ class Stop:
     @property
     def args(self) -> tuple[str, ...]:
         """More arguments of ``vllm serve``."""
-        drain = ("--shutdown-timeout", "30") if self.drains else ()
+        drain = ("--shutdown-timeout", str(self.drains)) if self.drains else ()
         ranks = ("--tensor-parallel-size", str(self.ranks)) if self.ranks > 1 else ()
         # vllm-rbln's second rank gets wrong tokens otherwise, and ends.
         bare = ("--no-async-scheduling",) if ranks and not self.connector else ()
@@ -146,10 +144,10 @@ def _engine(
         num_blocks=14,
         max_batched_tokens=128,
         connector=stop.connector or CONNECTOR,
+        connector_module=None if cache is None else servers.CONNECTOR_MODULE,
         extra_args=stop.args,
-        **({"connector_module": None} if cache is None else {}),
     )
-    engine = Engine(config, cache and cache.port, env, folder)
+    engine = Engine(config, None if cache is None else cache.port, env, folder)
     if stop.connector is None:
         place = engine.process.command.index("--kv-transfer-config")
         del engine.process.command[place : place + 2]
@@ -170,7 +168,10 @@ def _serve(engine: Engine, folder: Path, stop: Stop, theirs: set[Path]) -> Resul
             engine.complete([list(range(3, 403))], 4)
         mapped = segments(engine.process) - theirs
         os.kill(engine.process.pid, stop.number)
-        result = _ended(stop.name, engine.process, folder, mapped, in_flight)
+        patience_s = PATIENCE_S + stop.drains
+        result = _ended(
+            stop.name, engine.process, folder, mapped, in_flight, patience_s
+        )
         if stop.drains and in_flight is not None:
             result.left += in_flight.cut_short()
         return result
@@ -225,17 +226,18 @@ def _ended(
     folder: Path,
     mapped: set[Path],
     in_flight: InFlight | None = None,
+    patience_s: float = PATIENCE_S,
 ) -> Result:
     begun = time.monotonic()
     waited = False
-    while process.is_running() and time.monotonic() < begun + PATIENCE_S:
+    while process.is_running() and time.monotonic() < begun + patience_s:
         if in_flight and not waited and _waits_for_clients(process):
             # Longer than any wait for the engine: it is dead, and so is the answer.
             waited = not process.ends_within(5.0)
             if waited:
                 in_flight.hang_up()
                 begun = time.monotonic()
-        time.sleep(0.02)
+        time.sleep(0.05)
     status = None if process.is_running() else process.wait_ended(0.0)
     deadline = time.monotonic() + 10
     while session_members(process.pid) and time.monotonic() < deadline:

@@ -9,7 +9,7 @@ import socket
 import threading
 
 # First Party
-from examples.rbln_demo.servers import HOST, Engine
+from tests.support.serving.servers import HOST, Engine
 
 PROMPTS = (range(3, 403), range(50, 450))
 

@@ -23,9 +23,9 @@ import tempfile
 import time
 
 # First Party
-from examples.rbln_demo import tiny_models
-from examples.rbln_demo.runtime import find_runtime, own_machine, serving_environment
-from examples.rbln_demo.servers import (
+from tests.support.serving import tiny_models
+from tests.support.serving.runtime import find_runtime, own_machine, serving_environment
+from tests.support.serving.servers import (
     CONNECTOR,
     CONNECTOR_MODULE,
     HOST,

@@ -78,7 +78,7 @@ def run(transfers: int) -> dict[str, Any]:
 
     device = torch.device("rbln:0")
     # As on hardware, where small pieces are collected.
-    copy_costs._measured[device] = copy_costs.HARDWARE_COSTS
+    copy_costs._measured[device] = copy_costs.HARDWARE_DESCRIPTOR_US
     blocks = BLOCKS * THREADS
     # Blocks of 4 tokens: 2, 24, 2 and 8 pieces of each store.
     cases = [

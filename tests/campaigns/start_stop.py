@@ -26,13 +26,13 @@ import sys
 import tempfile
 
 # First Party
-from examples.rbln_demo import processes, tiny_models
-from examples.rbln_demo.runtime import Runtime, find_runtime, own_machine
 from tests.campaigns import connector_trials, engine_trials
 from tests.campaigns.connector_trials import ENDS, TIERS, Result, Trial, problems, rds
 from tests.campaigns.engine_trials import CONNECTOR, MP_CONNECTOR, Stop
 from tests.e2e.serving import serving_environment
 from tests.support.forked_programs import ForkedPrograms
+from tests.support.serving import processes, tiny_models
+from tests.support.serving.runtime import Runtime, find_runtime, own_machine
 
 WITHIN_S = 10.0
 
@@ -212,10 +212,10 @@ def engine_kinds(
         connector = {"none": None, "mp": MP_CONNECTOR}.get(bare, CONNECTOR)
         ranks = 2 if two else 1
         for number in (signal.SIGINT, signal.SIGTERM):
-            for drains in (False, True):
+            for drains in (0, 30):
                 for busy in (False, True):
                     words = ["serve", tier, number.name]
-                    words += ["drain"] * drains + ["busy"] * busy
+                    words += ["drain"] * bool(drains) + ["busy"] * busy
                     env = TIERS.get(bare, {})
                     stop = Stop("-".join(words), env, number, drains, busy)
                     stop.connector, stop.ranks = connector, ranks

@@ -9,18 +9,18 @@ import json
 import pytest
 
 # First Party
-from examples.rbln_demo.servers import (
-    CacheServer,
-    CacheServerConfig,
-    Engine,
-    EngineConfig,
-)
 from tests.support.documents import (
     EXTENSION_PAGE,
     RDS_PAGE,
     USER_PAGE,
     Launch,
     launch,
+)
+from tests.support.serving.servers import (
+    CacheServer,
+    CacheServerConfig,
+    Engine,
+    EngineConfig,
 )
 
 IN_PROCESS = {"kv_connector": "RBLNLMCacheConnectorV1", "kv_role": "kv_both"}

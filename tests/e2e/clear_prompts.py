@@ -16,7 +16,7 @@ import random
 import torch
 
 # First Party
-from examples.rbln_demo import tiny_models
+from tests.support.serving import tiny_models
 
 # How far the best logit leads, in standard deviations of the logits.
 MARGIN = 0.15

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 # First Party
-from examples.rbln_demo import processes
-from examples.rbln_demo.runtime import Runtime, find_runtime
+from tests.support.serving import processes
+from tests.support.serving.runtime import Runtime, find_runtime
 
 if TYPE_CHECKING:
     # First Party

@@ -13,16 +13,16 @@ import os
 import sys
 
 # First Party
-from examples.rbln_demo.processes import ServerProcess
-from examples.rbln_demo.runtime import Runtime, own_machine
-from examples.rbln_demo.servers import (
+from tests.e2e.serving import serving_environment
+from tests.e2e.stack import BLOCK_SIZE, ENGINE_SIDE, MAX_MODEL_LEN
+from tests.support.serving.processes import ServerProcess
+from tests.support.serving.runtime import Runtime, own_machine
+from tests.support.serving.servers import (
     CONNECTOR,
     HOST,
     CacheServer,
     CacheServerConfig,
 )
-from tests.e2e.serving import serving_environment
-from tests.e2e.stack import BLOCK_SIZE, ENGINE_SIDE, MAX_MODEL_LEN
 
 NPUS = 2
 

@@ -14,14 +14,14 @@ import sys
 import urllib.request
 
 # First Party
-from examples.rbln_demo import client, tiny_models
-from examples.rbln_demo.processes import ServerProcess
-from examples.rbln_demo.runtime import Runtime, own_machine
-from examples.rbln_demo.servers import HOST, free_port
 from tests.e2e.clear_prompts import ClearPrompt, clear_prompts
 from tests.e2e.serving import serving_environment
 from tests.e2e.stack import wait_until
 from tests.support.documents import RDS_PAGE, launch
+from tests.support.serving import client, tiny_models
+from tests.support.serving.processes import ServerProcess
+from tests.support.serving.runtime import Runtime, own_machine
+from tests.support.serving.servers import HOST, free_port
 
 CHUNK = 1024
 NEW_TOKENS = 2

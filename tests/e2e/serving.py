@@ -13,7 +13,7 @@ import shutil
 import tempfile
 
 # First Party
-from examples.rbln_demo import runtime as demo
+from tests.support.serving import runtime as demo
 
 #: Makes a model of sliding windows of the tiny ``llama``.
 SLIDING_WINDOWS = (

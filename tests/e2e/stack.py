@@ -14,18 +14,18 @@ import time
 import torch
 
 # First Party
-from examples.rbln_demo import tiny_models
-from examples.rbln_demo.client import Completion
-from examples.rbln_demo.procfs import session_members
-from examples.rbln_demo.runtime import Runtime, own_machine
-from examples.rbln_demo.servers import (
+from tests.e2e.kv_blocks import Transfer, blocks_of, read_transfers
+from tests.e2e.serving import serving_environment
+from tests.support.serving import tiny_models
+from tests.support.serving.client import Completion
+from tests.support.serving.procfs import session_members
+from tests.support.serving.runtime import Runtime, own_machine
+from tests.support.serving.servers import (
     CacheServer,
     CacheServerConfig,
     Engine,
     EngineConfig,
 )
-from tests.e2e.kv_blocks import Transfer, blocks_of, read_transfers
-from tests.e2e.serving import serving_environment
 
 TESTS = Path(__file__).parents[1]
 ENGINE_SIDE = f"{TESTS / 'e2e' / 'engine_side'}:{TESTS / 'support'}"

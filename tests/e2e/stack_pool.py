@@ -6,8 +6,8 @@ from pathlib import Path
 import os
 
 # First Party
-from examples.rbln_demo.runtime import Runtime
 from tests.e2e.stack import Stack, StackConfig
+from tests.support.serving.runtime import Runtime
 
 STACKS = {
     # As the user page says, prefix caching included; blocks-first KV, pinned backend.

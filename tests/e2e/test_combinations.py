@@ -18,21 +18,21 @@ import pytest
 import torch
 
 # First Party
-from examples.rbln_demo import client, tiny_models
-from examples.rbln_demo.runtime import Runtime, own_machine
-from examples.rbln_demo.servers import (
-    HOST,
-    CacheServer,
-    CacheServerConfig,
-    Engine,
-    EngineConfig,
-)
 from tests.e2e.clear_prompts import ClearPrompt, clear_prompts
 from tests.e2e.kv_blocks import assert_same_blocks, blocks_of, read_transfers
 from tests.e2e.offline_engines import NPUS, OfflineEngines
 from tests.e2e.serving import serving_environment
 from tests.e2e.stack import BLOCK_SIZE, ENGINE_SIDE, MAX_MODEL_LEN
 from tests.e2e.stack_pool import StackPool
+from tests.support.serving import client, tiny_models
+from tests.support.serving.runtime import Runtime, own_machine
+from tests.support.serving.servers import (
+    HOST,
+    CacheServer,
+    CacheServerConfig,
+    Engine,
+    EngineConfig,
+)
 
 pytestmark = pytest.mark.sim
 

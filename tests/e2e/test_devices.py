@@ -9,8 +9,8 @@ import signal
 import pytest
 
 # First Party
-from examples.rbln_demo.procfs import session_members
 from tests.e2e.stack import Stack
+from tests.support.serving.procfs import session_members
 
 pytestmark = pytest.mark.sim
 

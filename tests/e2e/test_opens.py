@@ -14,7 +14,7 @@ import sys
 import pytest
 
 # First Party
-from examples.rbln_demo.servers import CacheServer, CacheServerConfig
+from tests.support.serving.servers import CacheServer, CacheServerConfig
 
 pytestmark = pytest.mark.sim
 

@@ -12,9 +12,9 @@ import time
 import pytest
 
 # First Party
-from examples.rbln_demo.client import RequestFailedError
 from tests.e2e.kv_blocks import assert_same_blocks
 from tests.e2e.stack import BLOCK_SIZE, Stack
+from tests.support.serving.client import RequestFailedError
 
 BOTH = pytest.mark.parametrize("stack", ["blocks-first", "kv-first"], indirect=True)
 SUB_BLOCKS = pytest.mark.parametrize("stack", ["kv-first"], indirect=True)
@@ -144,7 +144,8 @@ def test_a_load_that_fails_ends_its_request_alone(stack: Stack) -> None:
 def test_a_client_that_hangs_up_while_its_prompt_loads(stack: Stack) -> None:
     """Meanwhile others are served, and its blocks stay its own until the load ends."""
     prompt = stack.prompt(2 * stack.config.chunk_size + 5, "hangs up loading")
-    other = stack.prompt(200, "served meanwhile")
+    # Less than a chunk: nothing of it is stored or loaded.
+    other = stack.prompt(100, "served meanwhile")
     [cold] = stack.cold([prompt])
     [alone] = stack.cold([other])
     stack.forget_local()

@@ -8,9 +8,6 @@ from pathlib import Path
 import pytest
 
 # First Party
-from examples.rbln_demo.client import RequestFailedError, post_json
-from examples.rbln_demo.runtime import Runtime
-from examples.rbln_demo.servers import HOST
 from tests.e2e.messages import assert_logged
 from tests.e2e.rds_server import (
     CHUNK,
@@ -25,6 +22,9 @@ from tests.e2e.rds_server import (
     uncached,
 )
 from tests.e2e.stack import HITS
+from tests.support.serving.client import RequestFailedError, post_json
+from tests.support.serving.runtime import Runtime
+from tests.support.serving.servers import HOST
 
 pytestmark = pytest.mark.sim
 

@@ -14,8 +14,6 @@ import re
 import pytest
 
 # First Party
-from examples.rbln_demo.client import Completion
-from examples.rbln_demo.runtime import Runtime
 from tests.e2e.clear_prompts import ClearPrompt
 from tests.e2e.messages import assert_logged
 from tests.e2e.rds_server import (
@@ -32,6 +30,8 @@ from tests.e2e.rds_server import (
     uncached,
 )
 from tests.e2e.stack import HITS
+from tests.support.serving.client import Completion
+from tests.support.serving.runtime import Runtime
 
 pytestmark = pytest.mark.sim
 

@@ -14,12 +14,12 @@ import sys
 import pytest
 
 # First Party
-from examples.rbln_demo.processes import ServerFailedError
-from examples.rbln_demo.runtime import Runtime, find_runtime, own_machine
 from tests.e2e.messages import assert_logged_last
 from tests.e2e.serving import SLIDING_WINDOWS
 from tests.e2e.stack import BLOCK_SIZE, Stack, StackConfig
 from tests.e2e.stack_pool import StackPool
+from tests.support.serving.processes import ServerFailedError
+from tests.support.serving.runtime import Runtime, find_runtime, own_machine
 
 HOLD_AN_NPU = """
 import sys, torch

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 # First Party
-from examples.rbln_demo.runtime import Runtime, own_machine
-from examples.rbln_demo.servers import CacheServer, CacheServerConfig
 from tests.e2e.messages import assert_logged
 from tests.e2e.serving import serving_environment
 from tests.e2e.starts import Ended, Starts
+from tests.support.serving.runtime import Runtime, own_machine
+from tests.support.serving.servers import CacheServer, CacheServerConfig
 
 pytestmark = pytest.mark.sim
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 # First Party
-from examples.rbln_demo import tiny_models
-from examples.rbln_demo.runtime import Runtime
 from tests.e2e.clear_prompts import ClearPrompt, clear_prompts
 from tests.e2e.kv_blocks import assert_same_blocks, blocks_of, read_transfers
 from tests.e2e.offline_engines import NPUS, OfflineEngines
 from tests.e2e.stack import BLOCK_SIZE
+from tests.support.serving import tiny_models
+from tests.support.serving.runtime import Runtime
 
 pytestmark = pytest.mark.sim
 

@@ -6,9 +6,9 @@ from lmcache_release import STRATEGIES
 import pytest
 
 # First Party
-from examples.rbln_demo.servers import SHM_PREFIX, transport_of
 from tests.e2e.kv_blocks import assert_same_blocks
 from tests.e2e.stack import Stack
+from tests.support.serving.servers import SHM_PREFIX, transport_of
 
 ALL = pytest.mark.parametrize(
     "stack", ["blocks-first", "kv-first", "mla"], indirect=True

@@ -10,7 +10,7 @@ import threading
 # Third Party
 import torch
 
-rbln: Any = torch.rbln  # type: ignore[attr-defined]
+rbln: Any = torch.rbln
 
 
 def run_beside_waiters(
@@ -38,6 +38,10 @@ def run_beside_waiters(
         event.record(stream)
         event.synchronize()
 
+    def wait_for_device() -> None:
+        rbln.synchronize()
+        over.wait(0.001)  # the others have the interpreter
+
     def stand_by(name: str, wait: Callable[[], None]) -> None:
         while not over.is_set():
             try:
@@ -55,7 +59,7 @@ def run_beside_waiters(
         threading.Thread(target=stand_by, args=arguments)
         for arguments in (
             ("bystander", wait_for_stream),
-            ("waits for the device", rbln.synchronize),
+            ("waits for the device", wait_for_device),
         )
     ]
     workers = [threading.Thread(target=run, args=(work,)) for work in works]

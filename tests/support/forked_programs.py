@@ -29,7 +29,7 @@ import sys
 import threading
 
 # First Party
-from examples.rbln_demo.processes import Program, start_program
+from tests.support.serving.processes import Program, start_program
 
 REPO = Path(__file__).resolve().parents[2]
 _PROGRAMS = ("vllm", "lmcache", "offline.py")

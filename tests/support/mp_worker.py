@@ -11,8 +11,10 @@ from __future__ import annotations
 
 # Standard
 from typing import Any
+from unittest import mock
 import json
 import sys
+import threading
 import time
 
 # Third Party
@@ -27,6 +29,7 @@ from lmcache.integration.vllm.vllm_multi_process_adapter import (
     ParallelStrategy,
 )
 from lmcache.v1.multiprocess.transfer_context import worker_transfer
+from lmcache.v1.platform.devices.rbln import transfer_context
 
 LAYERS = 2
 BLOCK = 8
@@ -96,8 +99,27 @@ class Worker:
         """Restore the prompt into other blocks; returns what vLLM is told."""
         event = self.adapter.create_recorded_event()
         self.adapter.submit_retrieve_request(name, self._op(TO), event, salt)
-        future, _ = self.adapter.retrieve_futures[name]
-        future.wait(TIMEOUT_S)
+        return self._loaded(name)
+
+    def retrieve_together(self, *names: str) -> dict[str, Any]:
+        """Restore the prompt for several requests: all have it before any writes."""
+        scatter = transfer_context.scatter_cpu_to_paged_kv
+        all_have_it = threading.Barrier(len(names), timeout=TIMEOUT_S)
+
+        def together(*args: Any, **kwargs: Any) -> None:
+            all_have_it.wait()
+            scatter(*args, **kwargs)
+
+        with mock.patch.object(transfer_context, "scatter_cpu_to_paged_kv", together):
+            for name in names:
+                event = self.adapter.create_recorded_event()
+                self.adapter.submit_retrieve_request(name, self._op(TO), event)
+            return self._loaded(*names)
+
+    def _loaded(self, *names: str) -> dict[str, Any]:
+        for name in names:
+            future, _ = self.adapter.retrieve_futures[name]
+            future.wait(TIMEOUT_S)
         _, finished = self.adapter.get_finished(set())
         return {
             "finished": sorted(finished or ()),

@@ -162,10 +162,16 @@ class Worker:
             adapters.RequestClientFactory, "create", return_value=self.server.client
         ):
             self.adapter = adapters.LMCacheMPWorkerAdapter(
-                "tcp://a-server", mock.MagicMock(), "model", BLOCK, alone, SOON_S
+                "tcp://a-server",
+                mock.MagicMock(),
+                "model",
+                BLOCK,
+                alone,
+                mq_timeout=SOON_S,
             )
         # No heartbeats: the test says whether the server is there.
-        self.adapter._heartbeat = SimpleNamespace(stop=int, stop_requested=False)
+        heartbeat: Any = SimpleNamespace(stop=int, stop_requested=False)
+        self.adapter._heartbeat = heartbeat
         caches = {f"layer.{i}": layer for i, layer in enumerate(self.layers)}
         self.adapter.register_kv_caches(caches, layout_hints={})
 

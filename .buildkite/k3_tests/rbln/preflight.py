@@ -23,7 +23,7 @@ import tempfile
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 # First Party
-from examples.rbln_demo.runtime import (  # noqa: E402
+from tests.support.serving.runtime import (  # noqa: E402
     WANTED,
     Runtime,
     find_runtime,

@@ -19,13 +19,13 @@ import sys
 import pytest
 
 # First Party
-from examples.rbln_demo.servers import HOST, CacheServer, CacheServerConfig
 from lmcache.v1.multiprocess.custom_types import RegisterEngineDrivenContextPayload
 from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
 from lmcache_rbln.diagnose.npu import ask_monitor, check_npu
 from lmcache_rbln.diagnose.probe import run_probe
 from lmcache_rbln.diagnose.report import FAIL
 from rbln_sim.pytest_plugin import machine_environment, read_opens
+from tests.support.serving.servers import HOST, CacheServer, CacheServerConfig
 
 pytestmark = pytest.mark.sim
 HOLD = """

@@ -215,12 +215,12 @@ def start_engine(monkeypatch: pytest.MonkeyPatch) -> Callable[[Configuration], A
 
     # First Party
     from lmcache.integration.vllm import utils
-    from lmcache_rbln.integration.vllm import connector
+    from lmcache_rbln.integration.vllm import connector, requests
 
     def stock(*_: Any, **__: Any) -> None:
         raise ReachedStartError
 
-    monkeypatch.setattr(connector.LMCacheConnectorV1Dynamic, "__init__", stock)
+    monkeypatch.setattr(requests.LMCacheConnectorV1Dynamic, "__init__", stock)
 
     def start(configuration: Configuration) -> Any:
         monkeypatch.setattr(utils, "_config_instance", None)
@@ -228,9 +228,10 @@ def start_engine(monkeypatch: pytest.MonkeyPatch) -> Callable[[Configuration], A
             kv_transfer_config=SimpleNamespace(
                 kv_connector_extra_config=dict(configuration.connector),
                 kv_load_failure_policy="fail",
+                engine_id="engine",
             ),
             cache_config=SimpleNamespace(block_size=configuration.block),
-            parallel_config=SimpleNamespace(world_size=1),
+            parallel_config=SimpleNamespace(world_size=1, rank=0),
         )
         with pytest.raises(ReachedStartError):
             connector.RBLNLMCacheConnectorV1(vllm_config, KVConnectorRole.SCHEDULER)

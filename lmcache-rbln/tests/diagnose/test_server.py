@@ -23,10 +23,10 @@ def test_what_a_server_tells() -> None:
     result = check_server("tcp://h:1", SERVES)
     assert (result.status, result.found) == (OK, "tcp://h:1 serves engine_driven")
     assert result.details["chunk_size"] == 256
-    result = check_server("h:1", SERVES | {"is_engine_driven": False})
+    result = check_server("tcp://h:1", SERVES | {"is_engine_driven": False})
     assert result.status == FAIL
     assert "--supported-transfer-mode engine_driven" in result.fix
-    result = check_server("h:1", {"error": "it broke"})
+    result = check_server("tcp://h:1", {"error": "it broke"})
     assert (result.status, result.found) == (FAIL, "it broke")
     assert "lmcache server" in result.fix
 
@@ -35,12 +35,10 @@ def test_no_server_there_or_one_of_another_transport() -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-        assert "refused" in ask(f"127.0.0.1:{port}", 60)["error"]
+        assert "refused" in ask(f"tcp://127.0.0.1:{port}", 60)["error"]
         listener.listen()  # accepts, and never answers
-        assert (
-            "tcp:// is for ZMQ, grpc:// for gRPC"
-            in ask(f"tcp://127.0.0.1:{port}", 1)["error"]
-        )
+        error = ask(f"tcp://127.0.0.1:{port}", 1)["error"]
+        assert "gives no answer (tcp:// is ZMQ, grpc:// gRPC)" in error
 
 
 @pytest.mark.parametrize(
@@ -56,7 +54,7 @@ def test_no_server_there_or_one_of_another_transport() -> None:
     ],
 )
 def test_addresses_that_are_none(address: str) -> None:
-    error = ask(address, 0.5)["error"]
+    error = ask(f"tcp://{address}", 0.5)["error"]
     assert error
     assert "\n" not in error
 

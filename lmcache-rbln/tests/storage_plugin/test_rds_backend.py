@@ -242,7 +242,7 @@ def test_close_gives_back_what_is_pinned_or_written_late(
         gate.wait(60)
         return write(batch)
 
-    one.backend._store.io.write = slow  # type: ignore[method-assign]
+    one.backend._store.io.write = slow
     one.submit(2)
     assert begun.wait(60)
     store.close(0)  # it has not ended in time

@@ -189,4 +189,4 @@ def test_nothing_else_imports_rebel() -> None:
         for path in package.rglob("*.py")
         if importing.search(path.read_text(encoding="utf-8"))
     }
-    assert importers == {"storage_plugin/rds/device.py", "diagnose/probe_runtime.py"}
+    assert importers == {"storage_plugin/rds/device.py", "diagnose/npu.py"}

@@ -71,7 +71,7 @@ def _messages(section: str) -> list[str]:
 )
 def test_every_message_is_one_of_ours_or_of_lmcache(section: str, count: int) -> None:
     ours = _flat(ROOT / "src/lmcache_rbln/storage_plugin")
-    theirs = _flat(Path(in_process("v1.cache_engine").__file__).parent)
+    theirs = _flat(Path(str(in_process("v1.cache_engine").__file__)).parent)
     messages = _messages(section)
     assert len(messages) == count
     for message in messages:

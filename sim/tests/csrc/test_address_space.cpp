@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "address_space.h"
+#include "memory/space.h"
 
 #include <signal.h>
 

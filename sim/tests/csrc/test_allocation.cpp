@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "allocation.h"
+#include "memory/allocation.h"
 
 #include <thread>
 
-#include "address_space.h"
-#include "counters.h"
 #include "harness.h"
+#include "memory/counters.h"
+#include "memory/space.h"
 
 using namespace rbln_sim;
 

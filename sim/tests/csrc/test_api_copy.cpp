@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <fstream>
 
-#include "abi.h"
-#include "clock.h"
-#include "counters.h"
+#include "api/abi.h"
 #include "harness.h"
+#include "memory/counters.h"
+#include "stream/clock.h"
 
 using namespace rbln;
 using rbln_sim::counters;

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // What a program sees of a fault, through the exported calls.
-#include "abi.h"
-#include "engine.h"
+#include "api/abi.h"
 #include "harness.h"
+#include "stream/operation.h"
 
 using namespace rbln;
 

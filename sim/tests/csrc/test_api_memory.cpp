@@ -2,7 +2,7 @@
 #include <atomic>
 #include <thread>
 
-#include "abi.h"
+#include "api/abi.h"
 #include "harness.h"
 
 using namespace rbln;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "abi.h"
-#include "counters.h"
+#include "api/abi.h"
 #include "harness.h"
+#include "memory/counters.h"
 
 using rbln_sim::counters;
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "abi.h"
+#include "api/abi.h"
 #include "harness.h"
 
 using namespace rbln;

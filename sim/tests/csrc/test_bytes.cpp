@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "bytes.h"
+#include "memory/space.h"
 
 #include <algorithm>
 #include <fstream>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "clock.h"
+#include "stream/clock.h"
 
 #include <algorithm>
 #include <cstdint>

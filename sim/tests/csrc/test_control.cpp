@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cstring>
 
-#include "abi.h"
+#include "api/abi.h"
+#include "api/rbln_sim.h"
 #include "harness.h"
-#include "rbln_sim.h"
 
 using namespace rbln;
 

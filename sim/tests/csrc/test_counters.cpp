@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "counters.h"
+#include "memory/counters.h"
 
 #include "harness.h"
 

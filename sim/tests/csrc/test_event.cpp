@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "event.h"
+#include "stream/event.h"
 
 #include <atomic>
 #include <future>

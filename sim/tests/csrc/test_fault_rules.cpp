@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "fault_rules.h"
+#include "faults/rules.h"
 
 #include "harness.h"
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "memory.h"
+#include "memory/memory.h"
 
-#include "address_space.h"
 #include "harness.h"
+#include "memory/space.h"
 
 using namespace rbln_sim;
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "abi.h"
+#include "api/abi.h"
 #include "harness.h"
 
 TEST(the_map_has_what_the_getters_say) {

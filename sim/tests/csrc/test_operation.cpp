@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "operation.h"
+#include "stream/operation.h"
 
 #include <fstream>
 
-#include "clock.h"
 #include "harness.h"
+#include "stream/clock.h"
 
 using namespace rbln_sim;
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "owner.h"
+#include "device/owner.h"
 
 #include <signal.h>
 #include <sys/syscall.h>

@@ -2,9 +2,9 @@
 #include <memory>
 #include <thread>
 
-#include "abi.h"
+#include "api/abi.h"
+#include "device/peers.h"
 #include "harness.h"
-#include "peers.h"
 
 using rbln::Rccl;
 

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "scheduler.h"
+#include "stream/scheduler.h"
 
 #include <csignal>
 #include <fstream>
 #include <set>
 #include <thread>
 
-#include "engine.h"
-#include "event.h"
 #include "harness.h"
+#include "stream/event.h"
+#include "stream/operation.h"
 
 using namespace rbln_sim;
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "stream.h"
+#include "stream/stream.h"
 
 #include <pthread.h>
 #include <signal.h>
@@ -7,7 +7,7 @@
 #include <future>
 #include <thread>
 
-#include "device.h"
+#include "device/device.h"
 #include "harness.h"
 
 using namespace rbln_sim;

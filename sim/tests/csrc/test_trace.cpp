@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "trace.h"
+#include "stream/trace.h"
 
 #include <fstream>
 #include <thread>

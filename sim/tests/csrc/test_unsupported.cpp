@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "abi.h"
+#include "api/abi.h"
 #include "harness.h"
 
 TEST(what_is_not_simulated_fails_by_name) {

@@ -6,7 +6,7 @@
 #include <random>
 #include <thread>
 
-#include "abi.h"
+#include "api/abi.h"
 #include "harness.h"
 
 using namespace rbln;

@@ -15,7 +15,7 @@ import random
 import pytest
 
 # First Party
-from examples.rbln_demo.runtime import Runtime
+from tests.support.serving.runtime import Runtime
 
 if TYPE_CHECKING:
     # First Party

@@ -10,18 +10,18 @@ import json
 import random
 
 # First Party
-from examples.rbln_demo import tiny_models
-from examples.rbln_demo.client import (
+from tests.e2e.serving import serving_environment
+from tests.e2e.stack import ENGINE_SIDE, HITS, wait_until
+from tests.support.documents import EXTENSION_PAGE, launch
+from tests.support.serving import tiny_models
+from tests.support.serving.client import (
     Completion,
     Counters,
     RequestFailedError,
     post_json,
 )
-from examples.rbln_demo.runtime import Runtime, own_machine
-from examples.rbln_demo.servers import HOST, Engine, EngineConfig
-from tests.e2e.serving import serving_environment
-from tests.e2e.stack import ENGINE_SIDE, HITS, wait_until
-from tests.support.documents import EXTENSION_PAGE, launch
+from tests.support.serving.runtime import Runtime, own_machine
+from tests.support.serving.servers import HOST, Engine, EngineConfig
 
 CONNECTOR = "RBLNLMCacheConnectorV1"
 #: As vLLM's users are told to set LMCache up, with a CPU tier.

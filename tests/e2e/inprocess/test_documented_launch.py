@@ -5,9 +5,9 @@
 import pytest
 
 # First Party
-from examples.rbln_demo.servers import HOST
 from tests.e2e.inprocess.engines import DOCUMENTED_ENV, EnginePool, InProcessEngine
 from tests.support.documents import EXTENSION_PAGE, launch
+from tests.support.serving.servers import HOST
 import json
 import re
 import urllib.error

@@ -10,11 +10,11 @@ import json
 import pytest
 
 # First Party
-from examples.rbln_demo.processes import ServerFailedError
-from examples.rbln_demo.runtime import Runtime
 from tests.e2e.inprocess.engines import CONFIGS, EnginePool, InProcessEngine
 from tests.e2e.messages import assert_logged, assert_logged_last
 from tests.e2e.serving import SLIDING_WINDOWS
+from tests.support.serving.processes import ServerFailedError
+from tests.support.serving.runtime import Runtime
 
 BROKEN_PLUGIN = {
     "LMCACHE_STORAGE_PLUGINS": "Broken",

@@ -11,14 +11,14 @@ import json
 import pytest
 
 # First Party
-from examples.rbln_demo import tiny_models
-from examples.rbln_demo.runtime import Runtime, own_machine
-from examples.rbln_demo.servers import HOST, free_port
 from tests.e2e.inprocess.engines import EnginePool
 from tests.e2e.messages import assert_logged, assert_logged_last
 from tests.e2e.serving import serving_environment
 from tests.e2e.starts import Ended, Starts
 from tests.support.documents import EXTENSION_PAGE, RDS_PAGE, launch
+from tests.support.serving import tiny_models
+from tests.support.serving.runtime import Runtime, own_machine
+from tests.support.serving.servers import HOST, free_port
 
 pytestmark = pytest.mark.sim
 # As far as vllm-rbln asks it about a model that has not been compiled.

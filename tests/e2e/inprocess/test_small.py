@@ -10,10 +10,10 @@ import json
 import pytest
 
 # First Party
-from examples.rbln_demo.servers import HOST
 from tests.campaigns import client_fuzz
 from tests.e2e.inprocess.engines import EnginePool, InProcessEngine
 from tests.e2e.messages import assert_logged
+from tests.support.serving.servers import HOST
 
 CHUNK = 256
 PREEMPTIONS = "vllm:num_preemptions_total"

@@ -11,10 +11,10 @@ import signal
 import pytest
 
 # First Party
-from examples.rbln_demo.runtime import Runtime
 from tests.campaigns.connector_trials import TIERS, problems
 from tests.campaigns.engine_trials import Stop, serve
 from tests.e2e.inprocess.engines import EnginePool
+from tests.support.serving.runtime import Runtime
 
 pytestmark = pytest.mark.sim
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.sim
 PATIENCE_S = 300.0
 STOPS = [
     Stop("killed", TIERS["rds"], signal.SIGTERM, busy=True),
-    Stop("drained", TIERS["rds"], signal.SIGINT, drains=True, busy=True),
+    Stop("drained", TIERS["rds"], signal.SIGINT, drains=300, busy=True),
 ]
 
 
@@ -37,5 +37,5 @@ def test_a_stop_while_requests_are_answered(
     result = serve(runtime, tmp_path_factory.mktemp("stop") / stop.name, stop)
     assert not problems(result, (0,), PATIENCE_S), result.log
     # vLLM lets storage be closed if it lets requests end.
-    assert ("Storage backend RDSBackend closed" in result.log) == stop.drains
+    assert ("Storage backend RDSBackend closed" in result.log) == bool(stop.drains)
     assert "is not a name that LMCache reads" not in result.log

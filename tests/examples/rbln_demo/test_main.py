@@ -3,49 +3,32 @@
 
 # Standard
 from pathlib import Path
-import os
 import signal
 import subprocess
 import sys
 import time
 
 # Third Party
+import psutil
 import pytest
 
 # First Party
 from examples.rbln_demo import __main__ as demo
-from examples.rbln_demo.client import RequestFailedError
-from examples.rbln_demo.processes import ServerFailedError
 from tests.examples.rbln_demo.test_report import GOOD
+from tests.support.serving.processes import ServerFailedError
 
 ROOT = Path(demo.__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        ServerFailedError("vllm serve ended with status 1.\nreason: out of memory"),
-        RequestFailedError("HTTP 500: no"),
-        RuntimeError("neither rebel-compiler nor rbln-sim is installed"),
-    ],
-)
 def test_failure_gives_its_reason(
-    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     def fail(*_args: object) -> None:
-        raise error
+        raise ServerFailedError("vllm serve ended with status 1.\nreason: no memory")
 
     monkeypatch.setattr(demo, "run", fail)
     assert demo.main([]) == 1
-    assert f"FAILED: {error}" in capsys.readouterr().err
-
-
-def test_good_measurement_succeeds(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    monkeypatch.setattr(demo, "run", lambda *_args: GOOD)
-    assert demo.main([]) == 0
-    assert "outputs equal       2 of 2" in capsys.readouterr().out
+    assert "FAILED: vllm serve ended with status 1." in capsys.readouterr().err
 
 
 def test_bad_measurement_fails_and_still_shows_the_table(
@@ -57,24 +40,6 @@ def test_bad_measurement_fails_and_still_shows_the_table(
     shown = capsys.readouterr()
     assert "tokens restored     0 of 768" in shown.out
     assert "tokens restored in the warm round: wanted 768, got 0" in shown.err
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [["--prompt-tokens", "300"], ["--prompts", "0"], ["--model", "gpt"]],
-)
-def test_bad_arguments_are_refused(arguments: list[str]) -> None:
-    with pytest.raises(SystemExit) as refused:
-        demo.parse_arguments(arguments)
-    assert refused.value.code == 2
-
-
-def test_prompts_are_the_same_in_every_run_and_share_nothing() -> None:
-    prompts = demo.make_prompts(3, 400, 512)
-    assert prompts == demo.make_prompts(3, 400, 512)
-    assert [len(prompt) for prompt in prompts] == [400, 336, 272]
-    assert len({tuple(prompt[:8]) for prompt in prompts}) == 3
-    assert all(3 <= token < 512 for prompt in prompts for token in prompt)
 
 
 @pytest.mark.npu
@@ -112,12 +77,8 @@ def test_ended_by_a_signal_it_stops_its_servers(tmp_path: Path) -> None:
 def processes_that_name(folder: Path) -> list[int]:
     """Processes with ``folder`` in their command line, or working below it."""
     found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            command = (entry / "cmdline").read_bytes()
-            place = os.readlink(entry / "cwd")
-        except OSError:
-            continue
-        if str(folder).encode() in command or place.startswith(str(folder)):
-            found.append(int(entry.name))
+    for process in psutil.process_iter(["cmdline", "cwd"]):
+        command, place = process.info["cmdline"] or [], process.info["cwd"] or ""
+        if any(str(folder) in word for word in [*command, place]):
+            found.append(process.pid)
     return found

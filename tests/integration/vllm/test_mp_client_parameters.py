@@ -59,6 +59,7 @@ def test_a_request_that_was_never_looked_up_or_brings_no_object(params: object) 
     connector.request_trackers = {}
     connector.lazy_offload = False
     connector._can_store = True
+    connector._loading = set()
     ended: list[str] = []
     connector.scheduler_adapter = SimpleNamespace(
         cleanup_lookup_result=ended.append, end_session=ended.append

@@ -43,18 +43,21 @@ def run_checks(options: argparse.Namespace) -> dict[str, Result]:
     """Gather the facts and check them, in the order of the report."""
     environment, path = dict(os.environ), os.environ.get("PATH")
     connector = connectors.read_connector(options.kv_transfer_config)
-    address, block_size = options.server or connector.server, options.block_size
+    url, block_size = options.server or connector.server, options.block_size
+    if url and "://" not in url:
+        url = f"tcp://{url}"
     asked = {
         "connector": connector.name,
         "config": connector.config,
         "extra": connector.extra,
         "block_size": block_size,
-        "server": address,
+        "server": url,
         "timeout": min(_SERVER_TIMEOUT_S, options.timeout),
         "environment": {n: v for n, v in environment.items() if n == _BACKEND},
     }
     # torch without torch-rbln, which fails to import without a runtime.
-    for_lmcache = environment | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    without_rbln = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "TORCH_RBLN_DIAGNOSE": "1"}
+    for_lmcache = environment | without_rbln
     for_lmcache.pop(_BACKEND, None)
     with ThreadPoolExecutor(2) as pool:
         probes = [
@@ -63,7 +66,7 @@ def run_checks(options: argparse.Namespace) -> dict[str, Result]:
         ]
         monitor = npu.ask_monitor(path)
         lmcache, runtime = (probe.result() for probe in probes)
-    answer = lmcache.get("server") if address else {}
+    answer = lmcache.get("server") if url else {}
     found, torch = lmcache.get("settings"), runtime.get("torch")
     # Without torch there is no vLLM either, and that has its own line.
     vllm = None if torch.get("error") else runtime.get("vllm")
@@ -80,9 +83,9 @@ def run_checks(options: argparse.Namespace) -> dict[str, Result]:
         "settings": lambda: settings.check_settings(found),
         "connector": lambda: connectors.check_connector(connector, vllm),
         "chunk and block": lambda: settings.check_chunk(
-            found, answer.get("chunk_size"), bool(address), block_size
+            found, answer.get("chunk_size"), bool(url), block_size
         ),
-        "server": lambda: server.check_server(address, answer),
+        "server": lambda: server.check_server(url, answer),
         "RDS": lambda: npu.check_rds(runtime.get("rds"), found.get("plugins") or {}),
     }
     results = {}

@@ -72,8 +72,8 @@ def check_package(name: str, packages: Packages, simulated: bool) -> Result:
                     misfits.append(f"{name}{one.specifier} ({asker} {asking})")
     fix = f"pip install '{name}{','.join(sorted(versions))}'{_FROM.get(name, '')}"
     if name == "lmcache":
-        pinned = re.search(r"[=>]=([^,+]+)", ",".join(versions))
-        pin = pinned[1] if pinned else "VERSION"
+        named = re.search(r"[=>]=([^,+]+)", ",".join(versions))
+        pin = named[1] if named else "VERSION"
         fix = f"pip install lmcache=={pin}+rbln --find-links DIR"
         if name in packages and "+rbln" not in found:
             found += ": not an RBLN build"

@@ -17,7 +17,7 @@ from lmcache_rbln.settings.masking import show
 _MODE = "--supported-transfer-mode engine_driven"
 
 
-def ask(address: str | None, timeout_s: float) -> dict[str, Any]:
+def ask(url: str | None, timeout_s: float) -> dict[str, Any]:
     """Ask a server over its request channel. Runs in the LMCache probe.
 
     Whether it serves engine-driven transfers is tried with a call that ends the
@@ -25,16 +25,14 @@ def ask(address: str | None, timeout_s: float) -> dict[str, Any]:
     does nothing but log it.
 
     Args:
-        address: The server, for example ``localhost:6555``; without ``grpc://`` it is
-            ZMQ. None asks nothing.
+        url: The server, for example ``tcp://localhost:6555``; None asks nothing.
         timeout_s: How long to wait for each answer.
 
     Returns:
         ``chunk_size`` and ``is_engine_driven``; or ``error``.
     """
-    if not address:
+    if not url:
         return {}
-    url = address if "://" in address else f"tcp://{address}"
     if url.startswith(("tcp://", "grpc://")):
         # ZMQ itself tries for ever and says nothing.
         host, _, port = url.partition("://")[2].rpartition(":")
@@ -63,20 +61,20 @@ def ask(address: str | None, timeout_s: float) -> dict[str, Any]:
         client.close()
 
 
-def check_server(address: str | None, facts: Mapping[str, Any]) -> Result:
+def check_server(url: str | None, facts: Mapping[str, Any]) -> Result:
     """Check that a server answers and serves engine-driven transfers.
 
     Args:
-        address: The server; None if none was given.
+        url: The server; None if none was given.
         facts: What :func:`ask` returned, or ``error``.
     """
-    if not address:
+    if not url:
         return Result(SKIP, "not given; --server HOST:PORT checks one")
     if facts.get("error"):
         found, wanted = one_line(facts["error"]), "an LMCache server that answers"
         return Result(FAIL, found, wanted, f"start it: lmcache server {_MODE} ...")
     if not facts.get("is_engine_driven"):
-        found = f"{show(address)} does not serve engine_driven"
+        found = f"{show(url)} does not serve engine_driven"
         wanted = "engine_driven: RBLN workers get no answer in another mode"
         return Result(FAIL, found, wanted, f"start it with {_MODE}")
-    return Result(OK, f"{show(address)} serves engine_driven", details=dict(facts))
+    return Result(OK, f"{show(url)} serves engine_driven", details=dict(facts))

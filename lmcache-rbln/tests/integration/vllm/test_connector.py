@@ -110,7 +110,7 @@ def test_an_engine_that_cannot_be_made(
 ) -> None:
     """It stops the worker, or is said at WARNING; then LMCache goes on without it."""
     # First Party
-    from lmcache_rbln.integration.vllm import connector, service
+    from lmcache_rbln.integration.vllm import connector, requests, service
 
     def fail(*_: Any) -> None:
         raise OSError("no memory for the CPU tier")
@@ -122,7 +122,7 @@ def test_an_engine_that_cannot_be_made(
         raise StockReachedError
 
     monkeypatch.setattr(service, "create_engine", fail)
-    monkeypatch.setattr(connector.LMCacheConnectorV1Dynamic, "__init__", stock)
+    monkeypatch.setattr(requests.LMCacheConnectorV1Dynamic, "__init__", stock)
     monkeypatch.setattr(connector.logger, "propagate", True)
     extra = {"lmcache_rbln.allow_degraded": allowed}
     wanted: type[Exception] = StockReachedError if allowed else OSError
@@ -144,7 +144,7 @@ def test_the_scheduler_recomputes_unless_told_otherwise(
     policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # First Party
-    from lmcache_rbln.integration.vllm import connector
+    from lmcache_rbln.integration.vllm import requests
 
     class StockReachedError(Exception):
         pass
@@ -152,7 +152,7 @@ def test_the_scheduler_recomputes_unless_told_otherwise(
     def stock(*_: Any, **__: Any) -> None:
         raise StockReachedError
 
-    monkeypatch.setattr(connector.LMCacheConnectorV1Dynamic, "__init__", stock)
+    monkeypatch.setattr(requests.LMCacheConnectorV1Dynamic, "__init__", stock)
     extra = (
         {} if policy == "recompute" else {"lmcache_rbln.load_failure_policy": "fail"}
     )
@@ -355,7 +355,7 @@ def test_a_start_that_fails_half_way_ends_what_it_began(
 ) -> None:
     # First Party
     from lmcache.integration.vllm import front_process
-    from lmcache_rbln.integration.vllm import connector, service
+    from lmcache_rbln.integration.vllm import connector, requests, service
 
     def stock(*_: Any, **__: Any) -> None:
         raise OSError("no socket")
@@ -365,7 +365,7 @@ def test_a_start_that_fails_half_way_ends_what_it_began(
     monkeypatch.setattr(service, "create_engine", lambda *_: object())
     monkeypatch.setattr(service, "destroy_engine", lambda: destroyed.append(True))
     monkeypatch.setattr(front_process, "leave_reason", left.append)
-    monkeypatch.setattr(connector.LMCacheConnectorV1Dynamic, "__init__", stock)
+    monkeypatch.setattr(requests.LMCacheConnectorV1Dynamic, "__init__", stock)
     before = set(connector._open)
     with pytest.raises(OSError, match="no socket") as caught:
         construct("WORKER", vllm_config())
@@ -376,14 +376,14 @@ def test_a_start_that_fails_half_way_ends_what_it_began(
 
 def test_nothing_is_begun_before_the_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     # First Party
-    from lmcache_rbln.integration.vllm import connector, service
+    from lmcache_rbln.integration.vllm import requests, service
 
     def begin(*_: Any, **__: Any) -> None:
         raise AssertionError("began")
 
     monkeypatch.setattr(service, "create_engine", begin)
     monkeypatch.setattr(service, "destroy_engine", begin)
-    monkeypatch.setattr(connector.LMCacheConnectorV1Dynamic, "__init__", begin)
+    monkeypatch.setattr(requests.LMCacheConnectorV1Dynamic, "__init__", begin)
     config = vllm_config()
     config.parallel_config.pipeline_parallel_size = 2
     with pytest.raises(ValueError, match="--pipeline-parallel-size 1"):

@@ -23,7 +23,7 @@ from scheduler_side import scheduler_side
 import pytest
 
 # First Party
-from examples.rbln_demo import tiny_models
+from tests.support.serving import tiny_models
 
 pytestmark = pytest.mark.npu
 

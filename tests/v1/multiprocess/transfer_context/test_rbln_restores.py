@@ -24,9 +24,10 @@ from lmcache.v1.platform.devices.rbln import transfer_context
 pytestmark = [pytest.mark.npu, pytest.mark.deferred]
 pytest_plugins = ["rbln_sim.pytest_plugin"]
 
-NOTHING: tuple[set[str], set[str], set[int]] = (set(), set(), set())
-LOADED = (set(), {"a"}, set())
-FAILED = (set(), {"a"}, set(TO))
+Reports = tuple[set[str], set[str], set[int]]
+NOTHING: Reports = (set(), set(), set())
+LOADED: Reports = (set(), {"a"}, set())
+FAILED: Reports = (set(), {"a"}, set(TO))
 OTHERS = [1, 2, 4, 5]
 SUPPORT = Path(__file__).parents[3] / "support"
 
@@ -43,12 +44,20 @@ def worker(request: pytest.FixtureRequest) -> Iterator[Worker]:
 
 
 @pytest.fixture
-def small(request: pytest.FixtureRequest) -> Iterator[Worker]:
+def small() -> Iterator[Worker]:
     """Where the layout and the transport make no difference."""
     made = Worker("blocks_first", shm=False)
     yield made
     made.close()
     assert not threads(), "restores go on after the end"
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    made = Gate(monkeypatch)
+    yield made
+    # What failed must not hold the end up.
+    made.open()
 
 
 def threads() -> list[str]:
@@ -102,7 +111,8 @@ def test_a_load_that_fails(
             lambda *_, **__: 1 / 0,
         )
     elif step == "in time":
-        worker.adapter.transfer_ctx.engine_driven_context.mq_timeout = 0.01
+        context: Any = worker.adapter.transfer_ctx
+        context.engine_driven_context.mq_timeout = 0.01
         worker.server.answers = False
     else:
         answer: MessagingFuture[Any] = MessagingFuture()
@@ -149,11 +159,8 @@ def test_a_lost_server_is_not_waited_for(worker: Worker) -> None:
     worker.assert_restored()
 
 
-def test_blocks_that_are_written_are_not_given_away(
-    worker: Worker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_that_are_written_are_not_given_away(worker: Worker, gate: Gate) -> None:
     """Nor is what was written believed: the lost server may have reused the chunks."""
-    gate = Gate(monkeypatch)
     loads = worker.submit("a")
     gate.await_writer()
     worker.adapter._health_event.clear()
@@ -187,10 +194,9 @@ def test_what_a_new_server_answers_is_not_read_from_the_old_one_s_memory(
 
 @pytest.mark.parametrize("aborted", [False, True])
 def test_a_request_that_ends_while_it_loads(
-    aborted: bool, worker: Worker, monkeypatch: pytest.MonkeyPatch
+    aborted: bool, worker: Worker, gate: Gate
 ) -> None:
     """vLLM frees its blocks once: when its load is reported, and that has ended."""
-    gate = Gate(monkeypatch)
     loads = worker.submit("a")
     gate.await_writer()
     if aborted:
@@ -205,11 +211,8 @@ def test_a_request_that_ends_while_it_loads(
 
 
 @pytest.mark.parametrize("stop", ["unregister", "close"])
-def test_stopping_with_loads_in_flight(
-    stop: str, worker: Worker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stopping_with_loads_in_flight(stop: str, worker: Worker, gate: Gate) -> None:
     """One writes, and is waited for; others wait for the server, or for a thread."""
-    gate = Gate(monkeypatch)
     writes = worker.submit("writes")
     gate.await_writer()
     worker.server.answers = False
@@ -254,10 +257,7 @@ def test_a_load_without_an_event(small: Worker) -> None:
     small.assert_restored(TO)
 
 
-def test_threads_are_named_and_bounded(
-    small: Worker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gate = Gate(monkeypatch)
+def test_threads_are_named_and_bounded(small: Worker, gate: Gate) -> None:
     loads = [small.submit(str(i)) for i in range(transfer_context.RESTORE_THREADS + 3)]
     for _ in range(transfer_context.RESTORE_THREADS):
         gate.await_writer()
@@ -266,9 +266,8 @@ def test_threads_are_named_and_bounded(
     assert all(load.result(SOON_S) for load in loads)
 
 
-def test_two_workers_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_workers_in_one_process(gate: Gate) -> None:
     workers = [Worker("blocks_first", shm) for shm in (True, False)]
-    gate = Gate(monkeypatch)
     loads = [worker.submit("a") for worker in workers]
     gate.await_writer()
     gate.await_writer()

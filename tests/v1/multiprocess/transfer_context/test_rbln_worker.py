@@ -18,9 +18,9 @@ import sys
 import pytest
 
 # First Party
-from examples.rbln_demo.servers import CacheServer, CacheServerConfig
 from rbln_sim.pytest_plugin import machine_environment
 from tests.e2e.stack import wait_until
+from tests.support.serving.servers import CacheServer, CacheServerConfig
 
 pytestmark = [pytest.mark.sim, pytest.mark.slow]
 WORKER = Path(__file__).parents[3] / "support" / "mp_worker.py"
@@ -107,6 +107,18 @@ def test_failures_reach_vllm_and_leave_nothing_behind(
     )
     assert results(done) == [wanted for _, wanted in steps], done.stderr
     # What the worker reserved and never filled is there for nobody.
+    server.wait_stored(2)
+
+
+def test_loads_of_one_prompt_leave_nothing_locked(
+    server: CacheServer, tmp_path: Path
+) -> None:
+    server.clear()
+    steps = [["store", "a"], ["found", "b"], ["found", "c"]]
+    steps += [["retrieve_together", "b", "c"], ["is_exact"]]
+    done = work(server, tmp_path, *steps)
+    both = {"finished": ["b", "c"], "failed": []}
+    assert results(done) == [True, 2, 2, both, True], done.stderr
     server.wait_stored(2)
 
 

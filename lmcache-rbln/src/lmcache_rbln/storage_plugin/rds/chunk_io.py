@@ -33,7 +33,7 @@ from .header import HEADER_BYTES, NO_CHECKSUM, ChunkHeader
 from .staging import StagedMemoryObj
 from .threads import DaemonThreads
 
-TILE_BYTES = 4 << 20
+TILE_BYTES = 8 << 20
 #: Threads that hash at the same time; more would wait for the link anyway.
 MAX_HASHERS = 3
 

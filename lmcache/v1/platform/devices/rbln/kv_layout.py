@@ -13,8 +13,7 @@ MLA                   ``[NB, BS, HS]``                      ``NL_X_NB_BS_HS``
 
 All three become the same *block view* ``[NB, P, NH, BS, HS]`` (``P`` planes: K and
 V, or the one latent plane of MLA, which also has ``NH == 1``), whose last three
-axes are dense. A chunk, LMCache's token-major ``[2, L, T, NH*HS]`` or
-``[L, T, HS]``, becomes the *chunk view* ``[P, L, T, NH, HS]``.
+axes are dense.
 """
 
 # Future
@@ -24,7 +23,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NoReturn
 
 # Third Party
 import torch
@@ -32,8 +30,9 @@ import torch
 # First Party
 from lmcache.lmcache_native import EngineKVFormat
 from lmcache.v1.platform.devices.rbln.lmcache_release import BLOCKS_FIRST
-from lmcache.v1.platform.devices.rbln.native import kv_transpose
 
+#: Element widths, in bytes, that transfers can move.
+ELEMENT_BYTES = (1, 2, 4, 8)
 #: The three formats the backend moves, each with the layouts it stands for.
 _LAYOUTS: dict[EngineKVFormat, str] = {
     BLOCKS_FIRST: "blocks-first HND [NB, 2, NH, 1, BS, HS]",
@@ -44,71 +43,61 @@ _LAYOUTS: dict[EngineKVFormat, str] = {
 
 @dataclass(frozen=True)
 class KVGeometry:
-    """Sizes shared by every layer of one paged KV cache.
+    """What every layer of one paged KV cache has.
 
     Attributes:
-        num_layers: Layers (``L``).
-        num_blocks: Paged blocks per layer (``NB``).
-        num_planes: 2 for K and V, 1 for MLA (``P``).
-        num_heads: KV heads (``NH``), 1 for MLA.
-        block_size: Tokens per block (``BS``).
-        head_size: Elements per head and token (``HS``).
+        sizes: Of the block view: blocks, planes, KV heads, tokens of a block, and
+            elements per head and token.
+        strides: Elements between blocks, and between planes.
         dtype: Element type of the cache and of its chunks.
         device: Device that holds every layer.
-        strides: Strides of a block view ``[NB, P, NH, BS, HS]``, in elements.
     """
 
-    num_layers: int
-    num_blocks: int
-    num_planes: int
-    num_heads: int
-    block_size: int
-    head_size: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    strides: tuple[int, ...]
-
-    @property
-    def view_shape(self) -> tuple[int, ...]:
-        """Shape of a block view, ``(NB, P, NH, BS, HS)``."""
-        return (
-            self.num_blocks,
-            self.num_planes,
-            self.num_heads,
-            self.block_size,
-            self.head_size,
-        )
-
-    def chunk_shape(self, tokens: int) -> tuple[int, ...]:
-        """Return the wire shape of a chunk of ``tokens`` tokens.
-
-        Args:
-            tokens: Tokens in the chunk.
-
-        Returns:
-            ``(2, L, T, NH*HS)``, or ``(L, T, HS)`` for MLA.
-        """
-        tail = (self.num_layers, tokens, self.num_heads * self.head_size)
-        return (self.num_planes, *tail) if self.num_planes == 2 else tail
 
 
-def resolve_geometry(
-    layers: Sequence[torch.Tensor], engine_kv_format: EngineKVFormat
-) -> KVGeometry:
-    """Validate the layers of one KV cache.
+#: Shape, strides, dtype and device of a layer.
+LayerTraits = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
 
-    Args:
-        layers: One tensor per layer, 6-D or with the singleton axis squeezed (5-D)
-            for HND, 3-D for MLA.
-        engine_kv_format: Format that the detector reported for these layers.
 
-    Returns:
-        The geometry of all layers.
+def layer_traits(layers: Sequence[torch.Tensor]) -> LayerTraits:
+    """Return what is common to layers; the native plan refuses others.
 
     Raises:
-        ValueError: If there is no layer, the format is none of the three, a tensor is
-            not of that layout, is a ``meta`` tensor, has no dense head-blocks or
-            overlapping blocks, or the layers differ in shape, strides, dtype or device.
+        ValueError: There is no layer, or it has no memory.
+    """
+    if not layers:
+        raise ValueError("RBLN block transfer wants at least one KV layer, got none")
+    first = layers[0]
+    if first.is_meta:
+        raise ValueError(
+            "KV layer 0 is a meta tensor without memory; start vLLM-RBLN with "
+            "VLLM_RBLN_USE_DEVICE_TENSOR=1 so that the KV cache is in device tensors"
+        )
+    return first.shape, first.stride(), first.dtype, first.device
+
+
+@lru_cache
+def resolve_geometry(
+    layer: LayerTraits, engine_kv_format: EngineKVFormat
+) -> KVGeometry:
+    """Return the geometry of a layer.
+
+    Args:
+        layer: Of a tensor that is 6-D or with the singleton axis squeezed (5-D) for
+            HND, 3-D for MLA.
+        engine_kv_format: Format that the detector reported for it.
+
+    Returns:
+        The geometry.
+
+    Raises:
+        ValueError: If the format is none of the three, or the layer is not of that
+            layout, has elements of an odd width, no dense head-blocks or overlapping
+            blocks.
     """
     if engine_kv_format not in _LAYOUTS:
         raise ValueError(
@@ -116,70 +105,16 @@ def resolve_geometry(
             f"{engine_kv_format!r}. Serve with `--model-impl vllm` so that vLLM-RBLN "
             "allocates one of these"
         )
-    if not layers:
-        raise ValueError("RBLN block transfer wants at least one KV layer, got none")
-    first = layers[0]
-    traits = _traits(first)
-    if first.is_meta:
-        _refuse_layer(0, first, traits)
-    # Every transfer asks for all of its layers, for which Python would need a tenth of
-    # the time of a whole small transfer.
-    unlike = kv_transpose().first_unlike(layers)
-    if unlike is not None:
-        _refuse_layer(unlike, layers[unlike], traits)
-    return _geometry_of(len(layers), *traits, engine_kv_format)
-
-
-_Traits = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
-
-
-def _traits(layer: torch.Tensor) -> _Traits:
-    return tuple(layer.shape), layer.stride(), layer.dtype, layer.device
-
-
-@lru_cache
-def _geometry_of(
-    num_layers: int,
-    layer_shape: tuple[int, ...],
-    layer_strides: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-    engine_kv_format: EngineKVFormat,
-) -> KVGeometry:
-    """Return the geometry of layers that are alike, or refuse them.
-
-    Each transfer asks, mostly for the same cache, and has to wait for the answer.
-    """
+    layer_shape, layer_strides, dtype, device = layer
+    if dtype.itemsize not in ELEMENT_BYTES:
+        raise ValueError(
+            f"the KV cache is {dtype}, wanted elements of "
+            f"{', '.join(map(str, ELEMENT_BYTES))} bytes"
+        )
     layout = _LAYOUTS[engine_kv_format]
     shape, strides = _block_axes(layer_shape, layer_strides, engine_kv_format, layout)
     _require_dense_head_blocks(shape, strides, layout)
-    num_blocks, planes, heads, block_size, head_size = shape
-    return KVGeometry(
-        num_layers=num_layers,
-        num_blocks=num_blocks,
-        num_planes=planes,
-        num_heads=heads,
-        block_size=block_size,
-        head_size=head_size,
-        dtype=dtype,
-        device=device,
-        strides=strides,
-    )
-
-
-def _refuse_layer(index: int, layer: torch.Tensor, wanted: _Traits) -> NoReturn:
-    """Refuse a layer without memory, or one that is not as layer 0."""
-    if layer.is_meta:
-        raise ValueError(
-            f"KV layer {index} is a meta tensor without memory; start vLLM-RBLN "
-            "with VLLM_RBLN_USE_DEVICE_TENSOR=1 so that the KV cache is in device "
-            "tensors"
-        )
-    raise ValueError(
-        "the KV layers of one transfer must agree in shape, strides, dtype and "
-        f"device; layer 0 is {wanted}, layer {index} is {_traits(layer)}. Models with "
-        "several kinds of KV cache (hybrid, sliding window) are not supported"
-    )
+    return KVGeometry(shape, strides[:2], dtype, device)
 
 
 _Axes = tuple[tuple[int, ...], tuple[int, ...]]

@@ -9,21 +9,8 @@ from types import ModuleType
 import functools
 import importlib
 
-#: Which arguments its functions take, and the columns of a table of pieces; the
-#: extension says which ones it was built with.
-INTERFACE = 3
-PIECE_COLUMNS = (
-    "chunk",
-    "block",
-    "blocks",
-    "plane",
-    "planes",
-    "head",
-    "heads",
-    "slot",
-    "slots",
-    "token",
-)
+#: Which arguments its functions take; the extension says which ones it was built with.
+INTERFACE = 4
 
 
 @functools.cache
@@ -36,14 +23,13 @@ def kv_transpose() -> ModuleType:
     """
     try:
         native = importlib.import_module("lmcache.kv_transpose")
-        built = getattr(native, "INTERFACE", None), tuple(native.PIECE_COLUMNS)
+        built = getattr(native, "INTERFACE", None)
     except Exception as exc:
         # An extension of another build may raise anything.
         raise _unusable(f"it can't be imported: {exc}") from exc
-    if built != (INTERFACE, PIECE_COLUMNS):
+    if built != INTERFACE:
         raise _unusable(
-            f"it is of another LMCache, with interface {built[0]} in place of "
-            f"{INTERFACE} and pieces of {', '.join(map(str, built[1]))}"
+            f"it is of another LMCache, with interface {built} in place of {INTERFACE}"
         )
     return native
 

@@ -4,11 +4,7 @@
 One arena serves every thread of a process. A transfer has a lease of it: a *lane*,
 which is a stream of its own and device memory to collect in, and pinned buffers. Who
 waits for a lease is served in order of arrival, and who has one waits for no other, so
-waiting cannot deadlock.
-
-What is free is never counted, but follows from the leases there are. A lease ends with
-one store to :attr:`Lease.ended`. So nothing is lost where an interrupt strikes: the
-next one who comes, goes, or waits sees that it has ended.
+waiting cannot deadlock. What is free follows from the leases there are.
 """
 
 # Future
@@ -17,10 +13,10 @@ from __future__ import annotations
 # Standard
 from typing import Any
 import atexit
+import contextlib
 import functools
 import os
 import threading
-import time
 
 # Third Party
 import torch
@@ -28,6 +24,7 @@ import torch
 # First Party
 from lmcache.logging import init_logger
 from lmcache.v1.platform.devices.rbln import settings
+from lmcache.v1.platform.devices.rbln.native import kv_transpose
 
 logger = init_logger(__name__)
 
@@ -40,66 +37,68 @@ MAX_LEASES = 8
 #: torch-rbln has 32 streams of a device, and gives them out one after the other.
 _STREAM_POOL = 32
 _PROBE_BYTES = 64
-#: Probes that fail before the device counts as lost; as in the native transfer.
-_MAX_PROBES = 64
-#: Who waits looks that often, in seconds, whether anything has come back.
-_LOOK_AGAIN_S = 0.02
-_ASK_AGAIN_S = 0.001
-#: Where failed transfers hold everything, others wait that long, in seconds, for the
-#: device to become idle.
-IDLE_WAIT_S = 1.0
-
-
-#: Host and device memory, alike.
-Probe = tuple[torch.Tensor, torch.Tensor]
 
 
 class Lane:
-    """What one transfer at a time uses.
+    """What one transfer at a time uses on one device.
 
     Attributes:
-        streams: The lane's stream of each device.
-        probes: Pinned and device memory of each device, to see what a stream is up to.
-        collectors: Its device memory, by device and dtype.
+        stream: Stream of its copies; None where copies are synchronous.
+        probe: Pinned and device memory, alike, to see what the stream is up to.
+        collectors: Its device memory to collect in, by dtype.
     """
 
     def __init__(self) -> None:
-        self.streams: dict[torch.device, Any] = {}
-        self.probes: dict[torch.device, Probe] = {}
-        self.collectors: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
+        self.stream: Any = None
+        self.probe: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.collectors: dict[torch.dtype, torch.Tensor] = {}
+        self._asking = threading.Lock()
+
+    def is_idle(self) -> bool:
+        """Return whether nothing is in flight, without waiting for it.
+
+        A failure is told again and again until the stream has something new to do: so
+        it gets some, and who asks later sees.
+        """
+        # The driver may hold up who asks; others don't wait for him.
+        if not self._asking.acquire(blocking=False):
+            return False
+        try:
+            return self.stream is None or self.stream.query()
+        except RuntimeError:
+            # The old failure, or the device is lost.
+            with contextlib.suppress(RuntimeError), torch_rbln().stream(self.stream):
+                if self.probe:
+                    self.probe[0].copy_(self.probe[1], non_blocking=True)
+            return False
+        finally:
+            self._asking.release()
 
 
 class Lease:
     """Staging of one transfer.
 
     Args:
-        want: Buffers that the transfer can use; 0 if it needs a stream only. More than
-            one only if free right now.
+        device: Device of the transfer.
+        want: Buffers that it can use; 0 if it needs a stream only. More than one only
+            if free right now.
 
     Attributes:
         lane: The lane, once it is granted.
         buffers: The pinned buffers, uint8, ``BUFFER_BYTES`` each.
-        stream: Stream of the copies; None where copies are synchronous.
-        probe: The lane's memory to probe the stream with, if there is one.
         busy: Whether copies may be in flight on what it holds.
         ended: Whether the transfer is over.
     """
 
-    def __init__(self, want: int) -> None:
+    def __init__(self, device: torch.device, want: int) -> None:
+        self.device = device
         self.want = want
         self.lane: Lane | None = None
+        # Of the arena's buffers.
+        self.indices: list[int] = []
         self.buffers: list[torch.Tensor] = []
-        self.stream: Any = None
-        self.probe: Probe | None = None
-        # Behind a probe that was issued to see whether the stream is idle.
-        self.probed: Any = None
-        self.probing_lock = threading.Lock()
         self.busy = False
         self.ended = False
-        # Indices of its buffers, and the lane: one store makes it granted.
-        self.grant: tuple[Lane, list[int]] | None = None
-        self.waiting = threading.Lock()
-        self.waiting.acquire()
 
 
 class StagingArena:
@@ -111,140 +110,153 @@ class StagingArena:
     """
 
     def __init__(self, num_buffers: int, max_leases: int) -> None:
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._max_leases = min(max_leases, num_buffers)
         self._buffers: list[torch.Tensor | None] = [None] * num_buffers
-        self._lanes = [Lane() for _ in range(min(max_leases, num_buffers))]
-        # In order of arrival; without a grant they wait.
+        self._lanes: dict[torch.device, list[Lane]] = {}
+        # In order of arrival; without a lane they wait.
         self._leases: list[Lease] = []
         # Streams that callers were seen to use.
-        self._callers: set[tuple[torch.device, int]] = set()
+        self._callers: dict[torch.device, set[int]] = {}
 
-    def acquire(self, lease: Lease, device: torch.device) -> None:
+    def acquire(self, lease: Lease) -> None:
         """Wait for the turn of a lease. Whatever happens, :meth:`release` it.
 
-        Args:
-            lease: A new lease.
-            device: Device of the transfer.
-
         Raises:
-            RuntimeError: If copies that failed may still use all staging, also after
-                ``IDLE_WAIT_S``, or no buffer can be made.
+            RuntimeError: If copies that failed may still use all staging, or no buffer
+                can be made.
         """
-        self.look()
-        with self._lock:
+        if self._leases:
+            self.take_back()
+        with self._changed:
+            if supports_async_copies():
+                current = torch_rbln().current_stream(lease.device).stream_id
+                self._callers.setdefault(lease.device, set()).add(current)
             self._leases.append(lease)
-            self._serve()
-        self._wait(lease)
-        assert lease.grant is not None
-        lease.lane, indices = lease.grant
-        if supports_async_copies():
-            probes = lease.lane.probes
-            if device not in probes:
-                probes[device] = make_probe(device)
-            lease.probe = probes[device]
-            lease.stream = self._stream(lease.lane, device)
-        lease.buffers = self._make_buffers(indices)
+            granted = self._grant(lease)
+        while not granted and not self._wait(lease):
+            # Nobody else gives anything back: wait for the device, without the lock.
+            failed = [other for other in self._leases if other.ended and other.lane]
+            for other in failed:
+                other.busy = other.busy and not _drain(other)
+            if failed and all(other.busy for other in failed):
+                raise RuntimeError(
+                    f"all staging of RBLN transfers is held by {len(failed)} that "
+                    "failed, whose copies are not known to have ended; it comes back "
+                    "when the device is idle. If it never is, the device is lost: "
+                    "restart the process"
+                )
+        if lease.lane and lease.lane.probe is None and supports_async_copies():
+            lease.lane.probe = make_probe(lease.device)
+        lease.buffers = self._make_buffers(lease.indices)
 
     def release(self, lease: Lease) -> None:
-        """Take a lease back that has ended, or that ends here. Idempotent.
+        """Take a lease back. Idempotent.
 
         What copies may still use is kept until the lease's stream is known to be idle.
         """
         lease.ended = True
-        try:
-            self.look()
-        except BaseException:
-            # An interrupt must not keep the next one from being woken.
-            self.look()
-            raise
+        self.take_back()
 
-    def look(self) -> None:
-        """Take back what leases no longer use, and serve those who wait."""
-        with self._lock:
-            self._serve()
-            undrained = [lease for lease in self._leases if lease.ended]
-        # Not under the lock: the driver may let a probe wait.
-        for lease in undrained:
-            # Who asks already is not waited for.
-            if not lease.probing_lock.locked():
-                with lease.probing_lock:
-                    if lease.busy and _is_idle(lease):
-                        lease.busy = False
-        if undrained:
-            with self._lock:
-                self._serve()
+    def take_back(self) -> None:
+        """Take back what leases no longer use, and wake those who wait."""
+        # Not under the lock: the driver may hold up who asks.
+        for lease in [each for each in self._leases if each.ended and each.busy]:
+            lease.busy = lease.lane is not None and not lease.lane.is_idle()
+        with self._changed:
+            self._changed.notify_all()
 
     def in_use(self) -> tuple[int, int]:
         """Return how many leases there are: under way, and ended but not drained."""
-        self.look()
-        with self._lock:
+        self.take_back()
+        with self._changed:
+            self._forget()
             ended = sum(lease.ended for lease in self._leases)
             return len(self._leases) - ended, ended
 
     def close(self) -> None:
         """Free the memory; a transfer under way keeps its own until it ends."""
-        with self._lock:
+        with self._changed:
             self._buffers = [None] * len(self._buffers)
-            for lane in self._lanes:
-                lane.collectors.clear()
-                lane.probes.clear()
+            self._lanes.clear()
 
-    def _wait(self, lease: Lease) -> None:
-        """Wait until a lease is granted.
+    def _wait(self, lease: Lease) -> bool:
+        """Wait until a lease is granted, or nobody is left who can give anything back.
 
-        Raises:
-            RuntimeError: Nobody is under way who could give anything back, and the
-                device did not become idle.
+        Returns:
+            Whether it is granted.
         """
-        hoped = time.monotonic()
-        # Who ends a lease may be interrupted before he serves the next one.
-        while not lease.waiting.acquire(timeout=_LOOK_AGAIN_S):
-            self.look()
-            with self._lock:
-                under_way = any(
-                    other.grant and not other.ended for other in self._leases
-                )
-                ended = sum(other.ended for other in self._leases)
-            if under_way:
-                hoped = time.monotonic()
-            elif time.monotonic() - hoped > IDLE_WAIT_S:
-                raise RuntimeError(
-                    f"all staging of RBLN transfers is held by {ended} that failed, "
-                    "whose copies are not known to have ended; it comes back when the "
-                    "device is idle. If it never is, the device is lost: restart the "
-                    "process"
-                )
+        with self._changed:
+            self._changed.wait_for(lambda: self._grant(lease) or self._is_stuck(lease))
+            # The next one may be served too.
+            self._changed.notify_all()
+            return lease.lane is not None
 
-    def _serve(self) -> None:
-        """Remove leases that hold nothing, and grant what is free; the lock is held."""
+    def _forget(self) -> None:
+        """Remove leases that hold nothing any more; the lock is held."""
         self._leases = [
             lease for lease in self._leases if lease.busy or not lease.ended
         ]
-        for lease in self._leases:
-            if lease.ended:
-                continue
-            if lease.grant is None:
-                lease.grant = self._free(lease.want)
-            if lease.grant is None:
-                # Those behind wait for their turn.
-                break
-            # Whoever was woken does not look at it again.
-            if lease.waiting.locked():
-                lease.waiting.release()
 
-    def _free(self, want: int) -> tuple[Lane, list[int]] | None:
-        """Return a free lane and buffers, those made first; the lock is held."""
-        grants = [lease.grant for lease in self._leases if lease.grant]
-        lanes = [lane for lane in self._lanes if all(lane is not g[0] for g in grants)]
-        lent = {index for _, indices in grants for index in indices}
+    def _is_stuck(self, lease: Lease) -> bool:
+        """Return whether only failed leases stand before one; the lock is held."""
+        return (
+            all(other is lease or other.ended for other in self._leases if other.lane)
+            and lease is self._next()
+        )
+
+    def _next(self) -> Lease:
+        """Return the lease whose turn it is; the lock is held."""
+        return next(
+            each for each in self._leases if each.lane is None and not each.ended
+        )
+
+    def _grant(self, lease: Lease) -> bool:
+        """Grant a lease if it is its turn, and enough is free; the lock is held."""
+        self._forget()
+        held = [other for other in self._leases if other.lane]
+        lent = {index for other in held for index in other.indices}
         free = [i for i in range(len(self._buffers)) if i not in lent]
+        if (
+            lease is not self._next()
+            or len(held) >= self._max_leases
+            or (lease.want and not free)
+        ):
+            return False
+        # Those made first.
         free.sort(key=lambda index: self._buffers[index] is None)
-        if not lanes or (want and not free):
-            return None
-        return lanes[0], free[:want]
+        lease.indices = free[: lease.want]
+        lease.lane = self._free_lane(lease.device, [other.lane for other in held])
+        return True
+
+    def _free_lane(self, device: torch.device, taken: list[Lane | None]) -> Lane:
+        """Return a lane that nobody has, with a stream of its own; the lock is held."""
+        lanes = self._lanes.setdefault(device, [])
+        lane = next((lane for lane in lanes if lane not in taken), None)
+        if lane is None:
+            lane = Lane()
+            lanes.append(lane)
+        if not supports_async_copies():
+            return lane
+        callers = self._callers[device]
+        ours = {
+            each.stream.stream_id for each in lanes if each.stream and each is not lane
+        }
+        if lane.stream is None or lane.stream.stream_id in callers:
+            # A stream that a caller has had is better than none.
+            current = torch_rbln().current_stream(device).stream_id
+            lane.stream = _draw(device, ours | callers) or _draw(
+                device, ours | {current}
+            )
+        if lane.stream is None:
+            raise RuntimeError(
+                f"torch-rbln has no stream of {device} that is free for a transfer; "
+                f"transfers have {len(ours)}"
+            )
+        return lane
 
     def _make_buffers(self, indices: list[int]) -> list[torch.Tensor]:
-        """Return the buffers of a grant, made where they are missing."""
+        """Return the buffers of a lease, made where they are missing."""
         made: list[torch.Tensor] = []
         for index in indices:
             buffer = self._buffers[index]
@@ -267,94 +279,25 @@ class StagingArena:
             made.append(buffer)
         return made
 
-    def _stream(self, lane: Lane, device: torch.device) -> Any:
-        """Return the lane's stream, which no other lane and no caller has."""
-        current = (device, torch_rbln().current_stream(device).stream_id)
-        with self._lock:
-            self._callers.add(current)
-            for other in self._lanes:
-                stream = other.streams.get(device)
-                if stream is not None and stream.stream_id == current[1]:
-                    # A transfer under way keeps it; the next gets another.
-                    del other.streams[device]
-            if device not in lane.streams:
-                lane.streams[device] = self._draw(device, current[1])
-            return lane.streams[device]
 
-    def _draw(self, device: torch.device, current: int) -> Any:
-        """Draw a stream of a device; the lock is held."""
-        ours = {
-            lane.streams[device].stream_id
-            for lane in self._lanes
-            if device in lane.streams
-        }
-        ours |= {
-            lease.stream.stream_id
-            for lease in self._leases
-            if lease.stream is not None and lease.stream.device == device
-        }
-        callers = {stream for where, stream in self._callers if where == device}
-        # A stream that a caller has had is better than none.
-        for avoided in (ours | callers, ours | {current}):
-            for _ in range(_STREAM_POOL):
-                stream = torch_rbln().Stream(device)
-                if stream.stream_id not in avoided:
-                    return stream
-        raise RuntimeError(
-            f"torch-rbln has no stream of {device} that is free for a transfer; "
-            f"transfers have {len(ours)}"
-        )
+def _draw(device: torch.device, avoided: set[int]) -> Any:
+    """Return a stream of a device that is none of some, or None."""
+    for _ in range(_STREAM_POOL):
+        stream = torch_rbln().Stream(device)
+        if stream.stream_id not in avoided:
+            return stream
+    return None
 
 
-def _is_idle(lease: Lease) -> bool:
-    """Return whether a lease's stream is known to have nothing to do.
-
-    A copy behind everything else tells; also, that no failure of its transfer is left
-    which the next one would be told of. Nobody waits for it: who asks later sees.
-    """
-    if lease.stream is None or lease.probe is None:
-        # Synchronous copies have ended.
+def _drain(lease: Lease) -> bool:
+    """Wait until nothing is in flight on a lease's stream; tell whether that is so."""
+    lane = lease.lane
+    if lane is None or lane.stream is None:
         return True
-    host, device = lease.probe
-    try:
-        if lease.probed is None:
-            with torch.inference_mode(), torch_rbln().stream(lease.stream):
-                host.copy_(device, non_blocking=True)
-            event = torch_rbln().Event()
-            event.record(lease.stream)
-            lease.probed = event
-        if lease.probed.query():
-            return True
-    except RuntimeError:
-        # The old failure, or the device is lost: the next one asks again.
-        lease.probed = None
-    return False
+    return kv_transpose().drain(lane.stream, lane.probe)
 
 
-def drain(lease: Lease) -> None:
-    """Wait until nothing is in flight on a lease's stream; it is not busy any more.
-
-    It stays busy if too many probes fail.
-
-    Args:
-        lease: A lease under way.
-    """
-    failed = 0
-    while failed < _MAX_PROBES:
-        if _is_idle(lease):
-            lease.busy = False
-            return
-        if lease.probed is None:
-            failed += 1
-            continue
-        try:
-            lease.probed.synchronize()
-        except RuntimeError:
-            # The old failure, or the wait itself failed: only asking is left.
-            time.sleep(_ASK_AGAIN_S)
-
-
-def make_probe(device: torch.device) -> Probe:
+def make_probe(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Make a few bytes of pinned and of bound device memory."""
     host = torch.zeros(_PROBE_BYTES, dtype=torch.uint8, pin_memory=True)
     remote = torch.empty(_PROBE_BYTES, dtype=torch.uint8, device=device)
@@ -370,7 +313,7 @@ def make_buffer() -> torch.Tensor:
 
 
 def make_collector(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """Make device memory to collect pieces in, ``BUFFER_BYTES``, bound there.
+    """Make device memory to collect segments in, ``BUFFER_BYTES``, bound there.
 
     Raises:
         RuntimeError: If the device has no memory for it.

@@ -123,7 +123,7 @@ class _Event:
         Raises:
             RuntimeError: If what it is behind failed.
         """
-        # Not on the engine's stream: a failure that is told here would be kept from it.
+        # Not on the engine's stream, whose failures are for the engine to be told of.
         with _idle_stream(self._device) as waiting:
             self._event.wait(waiting)
             waiting.synchronize()

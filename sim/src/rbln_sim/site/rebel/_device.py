@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The bytes of the simulated device, for graphs that run on the host.
 
-The only user of librbln.so's control API (``sim/csrc/rbln_sim.h``). Device
+The only user of librbln.so's control API (``sim/csrc/api/rbln_sim.h``). Device
 addresses are not host addresses: :func:`host_alias` is the one way from a device
 tensor to bytes the host can compute on.
 """

@@ -28,8 +28,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # First Party
-from lmcache.v1.platform.devices.rbln import copy_costs, kv_transfer, staging
-from lmcache.v1.platform.devices.rbln.copy_costs import HARDWARE_COSTS
+from lmcache import kv_transpose
+from lmcache.v1.platform.devices.rbln import block_transfer, copy_costs, staging
 from lmcache.v1.platform.devices.rbln.staging import Lease, StagingArena
 
 pytestmark = [pytest.mark.npu, pytest.mark.deferred]
@@ -55,22 +55,20 @@ class HostCopies(TorchDispatchMode):
 @pytest.fixture
 def collecting(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Make every transfer collect its pieces; yields each one's host copies."""
-    monkeypatch.setattr(kv_transfer, "MIN_PIECES_TO_COLLECT", 2)
-    monkeypatch.setattr(kv_transfer._Sizes, "collecting_pays", lambda *_: True)
-    monkeypatch.setattr(
-        copy_costs, "_measured", {torch.device("rbln:0"): HARDWARE_COSTS}
-    )
+    monkeypatch.setattr(block_transfer, "MIN_SEGMENTS_TO_COLLECT", 2)
+    monkeypatch.setattr(block_transfer, "_collecting_pays", lambda *_: True)
+    monkeypatch.setattr(copy_costs, "_measured", {torch.device("rbln:0"): 17.0})
     arena = StagingArena(16, 8)
     monkeypatch.setattr(staging, "_process_arena", arena)
     host_copies: list[int] = []
-    real = kv_transfer._run
+    real = block_transfer._run
 
-    def counted(*arguments: Any, **named: Any) -> None:
+    def counted(*arguments: Any) -> None:
         with HostCopies() as copies:
-            real(*arguments, **named)
+            real(*arguments)
         host_copies.append(copies.count)
 
-    monkeypatch.setattr(kv_transfer, "_run", counted)
+    monkeypatch.setattr(block_transfer, "_run", counted)
     yield host_copies
     assert arena.in_use() == (0, 0)
     arena.close()
@@ -190,30 +188,36 @@ def test_a_failure_gives_the_device_buffer_back(
     check_both_directions(case, "rbln:0", [4, 1, 7, 0], 2)
 
 
-def fail_measurements(
-    monkeypatch: pytest.MonkeyPatch, failure: type[BaseException]
-) -> None:
-    """Let each fail with copies in flight."""
+class FailAfter(TorchDispatchMode):
+    """Makes a copy fail, after real ones."""
 
-    def fail(target: torch.Tensor, source: torch.Tensor, _: int, stream: Any) -> float:
-        with torch.rbln.stream(stream):
-            target.copy_(source, non_blocking=True)
-        raise failure("planted")
+    def __init__(self, copies: int) -> None:
+        super().__init__()
+        self._left = copies
 
-    monkeypatch.setattr(copy_costs, "_measured", {})
-    monkeypatch.setattr(copy_costs, "_fixed_us", fail)
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            self._left -= 1
+            if self._left == 0:
+                raise RuntimeError("planted")
+        return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("failure", [RuntimeError, KeyboardInterrupt])
-def test_a_measurement_that_fails_is_drained(
-    collecting: list[int],
-    monkeypatch: pytest.MonkeyPatch,
-    failure: type[BaseException],
-) -> None:
-    monkeypatch.setattr(staging, "_process_arena", arena := StagingArena(2, 1))
+def small_mla() -> tuple[Case, list[torch.Tensor], torch.Tensor]:
     case = Case("mla", 3, 8)
     layers = [upload(random_bits(case.layer_shape, case.dtype, 1), "rbln:0")] * 3
-    chunk = torch.zeros(case.chunk_shape(8), dtype=case.dtype)
+    return case, layers, torch.zeros(case.chunk_shape(8), dtype=case.dtype)
+
+
+@pytest.mark.parametrize("copies", [1, 3, 8])
+def test_a_measurement_that_fails_is_drained(
+    collecting: list[int], monkeypatch: pytest.MonkeyPatch, copies: int
+) -> None:
+    monkeypatch.setattr(staging, "_process_arena", arena := StagingArena(2, 1))
+    monkeypatch.setattr(copy_costs, "_measured", {})
+    case, layers, chunk = small_mla()
     busy: list[bool] = []
     release = arena.release
 
@@ -222,10 +226,9 @@ def test_a_measurement_that_fails_is_drained(
         release(lease)
 
     with monkeypatch.context() as patch:
-        fail_measurements(patch, failure)
         patch.setattr(arena, "release", released)
         for _ in range(4):
-            with pytest.raises(failure, match="planted"):
+            with pytest.raises(RuntimeError, match="planted"), FailAfter(copies):
                 transfer(case, True, layers, [chunk], [3, 1], 8)
     assert busy == [False] * 4
     check_both_directions(case, "rbln:0", [4, 1, 7, 0], 2)
@@ -236,12 +239,16 @@ def test_a_measurement_that_can_t_be_drained_says_so(
     collecting: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(staging, "_process_arena", arena := StagingArena(2, 1))
-    case = Case("mla", 3, 8)
-    layers = [upload(random_bits(case.layer_shape, case.dtype, 1), "rbln:0")] * 3
-    chunk = torch.zeros(case.chunk_shape(8), dtype=case.dtype)
+    monkeypatch.setattr(copy_costs, "_measured", {})
+    case, layers, chunk = small_mla()
+
+    def not_drained(*_: object) -> None:
+        raise kv_transpose.NotDrained("planted")
+
+    native = MagicMock(wraps=kv_transpose, NotDrained=kv_transpose.NotDrained)
+    native.copy_times = not_drained
     with monkeypatch.context() as patch:
-        fail_measurements(patch, RuntimeError)
-        patch.setattr(staging, "drain", lambda _: None)
+        patch.setattr(block_transfer, "kv_transpose", lambda: native)
         with pytest.raises(RuntimeError, match="still be in flight.*planted"):
             transfer(case, True, layers, [chunk], [3, 1], 8)
     while arena.in_use() != (0, 0):

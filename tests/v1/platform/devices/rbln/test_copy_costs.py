@@ -6,7 +6,7 @@ from __future__ import annotations
 
 # Standard
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from unittest.mock import MagicMock
 import threading
 
 # Third Party
@@ -15,7 +15,10 @@ import torch
 
 # First Party
 from lmcache.v1.platform.devices.rbln import copy_costs
-from lmcache.v1.platform.devices.rbln.copy_costs import HARDWARE_COSTS, CopyCosts
+from lmcache.v1.platform.devices.rbln.copy_costs import (
+    HARDWARE_DESCRIPTOR_US,
+    collecting_pays,
+)
 from lmcache.v1.platform.devices.rbln.staging import BUFFER_BYTES
 
 #: Layers, planes, and bytes of a head-block per token, K/V-first, in bfloat16.
@@ -28,12 +31,11 @@ GEOMETRIES = {
 }
 
 
-def test_times_are_those_of_the_figures() -> None:
-    costs = CopyCosts(17.0, 1.0, host_gbps=58.0, device_gbps=240.0)
-    assert costs.direct_us(58_000_000, 10) == pytest.approx(1170.0)
-    # Inside the device 10 us and 241.67 us, then two copies to the host.
-    staged = costs.device_staged_us(58_000_000, 10, 30_000_000)
-    assert staged == pytest.approx(10 + 58_000 / 240 + 34 + 1000)
+def times_us(num_bytes: int, segments: int) -> tuple[float, float]:
+    """Return how long direct and collected copies take, by the hardware's figures."""
+    link = num_bytes / 58e3
+    crossings = -(-num_bytes // BUFFER_BYTES)
+    return segments * 17.0 + link, num_bytes / 240e3 + crossings * 17.0 + link
 
 
 @pytest.mark.parametrize("itemsize", [1, 2])
@@ -49,103 +51,76 @@ def test_the_cheaper_way_is_near_the_speed_of_the_link(
     num_bytes = pieces * piece
     # What is larger than a part of a staging buffer is split into parts.
     descriptors = num_bytes // min(piece, 2 << 20)
-    cheaper = min(
-        HARDWARE_COSTS.direct_us(num_bytes, descriptors),
-        HARDWARE_COSTS.device_staged_us(num_bytes, descriptors, BUFFER_BYTES),
+    direct, collected = times_us(num_bytes, descriptors)
+    collects = collecting_pays(
+        num_bytes, descriptors, BUFFER_BYTES, HARDWARE_DESCRIPTOR_US
     )
+    assert collects == (collected < direct)
+    cheaper = collected if collects else direct
     assert cheaper <= 1.5 * num_bytes / 58e3
 
 
-def test_small_pieces_are_collected_and_large_ones_are_not() -> None:
-    def collects(piece: int, costs: CopyCosts) -> bool:
-        num_bytes = 100 * piece
-        staged = costs.device_staged_us(num_bytes, 100, BUFFER_BYTES)
-        return staged < costs.direct_us(num_bytes, 100)
+def test_small_segments_are_collected_and_large_ones_are_not() -> None:
+    def collects(segment: int, descriptor_us: float) -> bool:
+        return collecting_pays(100 * segment, 100, BUFFER_BYTES, descriptor_us)
 
     # 17 us is the time of 4 MB inside the device, less what buffers cost.
-    assert collects(2 << 20, HARDWARE_COSTS)
-    assert not collects(3 << 20, HARDWARE_COSTS)
-    # Nothing is gained where copies inside the device cost as much.
-    assert not collects(1 << 10, CopyCosts(17.0, 17.0))
+    assert collects(2 << 20, HARDWARE_DESCRIPTOR_US)
+    assert not collects(3 << 20, HARDWARE_DESCRIPTOR_US)
+    # Nothing is gained where copies to the host cost no more than their bytes.
+    assert not collects(1 << 10, 0.0)
 
 
-@pytest.fixture
-def measure(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Start a measurement of copies whose times a test gives, host and device."""
+DEVICE = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def not_measured_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copy_costs, "_measured", {})
-    memory = torch.zeros(4096, dtype=torch.uint8)
-
-    def start(fixed_us: Any) -> CopyCosts | None:
-        monkeypatch.setattr(copy_costs, "_fixed_us", fixed_us)
-        return copy_costs.measured_costs(memory, memory.clone(), memory.clone(), None)
-
-    return start
-
-
-class Times:
-    """Times of copies: to the host and inside the device by turns."""
-
-    def __init__(self, *rounds: tuple[float, float]) -> None:
-        self.calls = 0
-        self._times = [time for both in rounds for time in both]
-
-    def __call__(self, *_: object) -> float:
-        self.calls += 1
-        return self._times[(self.calls - 1) % len(self._times)]
 
 
 @pytest.mark.parametrize(
-    ("rounds", "link_us"),
+    ("times", "link_us"),
     [
-        # The least times, however many rounds were slower.
-        ([(300.0, 283.0), (20.0, 3.0), (29.0, 12.0)], 17.0),
+        ((20.0, 3.0), 17.0),
+        ((29.0, 12.0), 17.0),
         # Too near to one another to tell anything.
-        ([(5.0, 3.0)], 0.0),
+        ((5.0, 3.0), 0.0),
         # Others were in the way all the time.
-        ([(293.0, 1.0)], 17.0),
+        ((293.0, 1.0), 17.0),
     ],
 )
-def test_costs_are_measured_once(
-    measure: Any, rounds: list[tuple[float, float]], link_us: float
-) -> None:
-    times = Times(*rounds)
+def test_costs_are_measured_once(times: tuple[float, float], link_us: float) -> None:
+    measure = MagicMock(return_value=times)
     for _ in range(2):
-        costs = measure(times)
-        assert costs.host_descriptor_us == link_us
-    assert times.calls == 2 * copy_costs._ROUNDS
-    # The figures of the links are not measured.
-    assert (costs.host_gbps, costs.device_gbps) == (58.0, 240.0)
-    assert copy_costs.known_costs(torch.device("cpu")) == costs
+        cost = copy_costs.measured_us(DEVICE, measure)
+        assert cost == pytest.approx(link_us)
+    measure.assert_called_once()
+    assert copy_costs.known_us(DEVICE) == cost
 
 
-def test_hopeless_copies_are_not_measured_for_long(measure: Any) -> None:
-    times = Times((9000.0, 10.0))
-    measure(times)
-    assert times.calls == 2
-
-
-def test_nobody_waits_for_who_measures(measure: Any) -> None:
+def test_nobody_waits_for_who_measures() -> None:
     began, go_on = threading.Event(), threading.Event()
 
-    def slow(*_: object) -> float:
+    def slow() -> tuple[float, float]:
         began.set()
         assert go_on.wait(60)
-        return 1.0
+        return 1.0, 1.0
 
     with ThreadPoolExecutor(1) as executor:
-        first = executor.submit(measure, slow)
+        first = executor.submit(copy_costs.measured_us, DEVICE, slow)
         assert began.wait(60)
         try:
-            assert measure(slow) is None
+            assert copy_costs.measured_us(DEVICE, slow) is None
         finally:
             go_on.set()
         assert first.result(60) is not None
 
 
-def test_after_a_failure_the_next_one_measures(measure: Any) -> None:
-    def fail(*_: object) -> float:
+def test_after_a_failure_the_next_one_measures() -> None:
+    def fail() -> tuple[float, float]:
         raise RuntimeError("planted")
 
     with pytest.raises(RuntimeError, match="planted"):
-        measure(fail)
-    assert measure(Times((20.0, 3.0))) is not None
+        copy_costs.measured_us(DEVICE, fail)
+    assert copy_costs.measured_us(DEVICE, lambda: (20.0, 3.0)) is not None

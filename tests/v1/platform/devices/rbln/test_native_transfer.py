@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``lmcache.kv_transpose.transfer``: a whole transfer in one native call."""
+"""``lmcache.kv_transpose``: plans, and whole transfers in one native call."""
 
 # Future
 from __future__ import annotations
@@ -21,45 +21,47 @@ from kv_reference import (
     move,
     random_bits,
 )
-import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # First Party
 from lmcache import kv_transpose
-from lmcache.v1.platform.devices.rbln.kv_layout import (
-    KVGeometry,
-    resolve_geometry,
-)
-from lmcache.v1.platform.devices.rbln.kv_plan import Piece, plan_pieces
+from lmcache.v1.platform.devices.rbln.kv_layout import layer_traits, resolve_geometry
 
 DTYPES = (torch.uint8, torch.float16, torch.float32, torch.float64)
 
 
 def arguments_of(
     case: Case,
-    geometry: KVGeometry,
     layers: list[torch.Tensor],
     chunks: list[torch.Tensor],
-    pieces: list[Piece],
-    staging: list[torch.Tensor],
-    part_bytes: int,
-    parts: int,
+    ids: Sequence[int],
+    chunk_tokens: int,
+    skip: int = 0,
+    max_bytes: int = 1 << 30,
 ) -> dict[str, Any]:
-    """Return the arguments of a synchronous transfer but its direction."""
+    """Return the arguments of a plan but its direction."""
+    geometry = resolve_geometry(layer_traits(layers), case.engine_kv_format)
     return {
         "layers": layers,
-        "strides": geometry.strides[:-1],
-        "heads": geometry.num_heads,
-        "staging": staging,
-        "part_bytes": part_bytes,
-        "parts": parts,
-        "collector": None,
-        "batch_bytes": part_bytes,
+        "sizes": geometry.sizes,
+        "strides": geometry.strides,
         "chunks": chunks,
-        "pieces": np.array(pieces, dtype=np.int64).reshape(-1, len(Piece._fields)),
+        "block_ids": list(ids),
+        "chunk_tokens": chunk_tokens,
+        "skip_blocks": skip,
+        "max_bytes": max_bytes,
     }
+
+
+def run(plan: Any, staging: list[torch.Tensor], **more: Any) -> None:
+    """Run a plan synchronously."""
+    kv_transpose.run(
+        plan,
+        **({"staging": staging, "collector": None, "stream": None, "probe": None})
+        | more,
+    )
 
 
 def windowed(chunk: torch.Tensor, gap: int, start: int) -> torch.Tensor:
@@ -141,53 +143,48 @@ def test_moves_what_plain_indexing_does(
     wanted = [chunk.clone() for chunk in chunks]
     move(case, to_host, layers_in(wanted_memory), wanted, ids, chunk_tokens, skip)
 
-    geometry = resolve_geometry(layers, case.engine_kv_format)
-    ids_of_chunks = [ids[i : i + chunk_blocks] for i in range(0, blocks, chunk_blocks)]
     elements = size + room
-    pieces = list(plan_pieces(geometry, tokens, ids_of_chunks, skip, elements))
-    part_bytes = elements * dtype.itemsize
-    # A buffer may be larger than its parts, and begin anywhere.
+    width = dtype.itemsize
+    # A buffer may begin anywhere.
     staging = [
-        torch.zeros(parts * elements + 2, dtype=dtype)[1:].view(torch.uint8)
+        torch.zeros(parts * elements + 1, dtype=dtype)[1:].view(torch.uint8)
         for _ in range(buffers)
     ]
-    arguments = arguments_of(
-        case, geometry, layers, chunks, pieces, staging, part_bytes, parts
+    plan = kv_transpose.plan_host(
+        to_host,
+        **arguments_of(case, layers, chunks, ids, chunk_tokens, skip, elements * width),
     )
-    arguments["batch_bytes"] = batch * dtype.itemsize
-    if collects:
-        arguments["collector"] = torch.zeros(elements + 1, dtype=dtype)[1:]
-    kv_transpose.transfer(to_host, **arguments, threads=threads)
+    moved = max(0, sum(tokens) - skip * slots) * case.planes * 3 * case.heads * size
+    assert plan.bytes == moved * width
+    assert plan.largest_bytes <= elements * width
+    collector = torch.zeros(parts * elements, dtype=dtype) if collects else None
+    run(
+        plan,
+        staging,
+        collector=collector,
+        threads=threads,
+        part_bytes=elements * width,
+        batch_bytes=batch * width,
+    )
 
     assert_same_bytes([memory, *chunks], [wanted_memory, *wanted])
 
 
 CASE = Case("blocks_first", 2, 4, 2, 4, 8, torch.float16)
-PART = 128
-COLLECTOR = torch.zeros(PART, dtype=CASE.dtype)
+STAGING = 256
+COLLECTOR = torch.zeros(STAGING // 2, dtype=CASE.dtype)
 
 
 @pytest.fixture
 def good() -> dict[str, Any]:
-    """The arguments of a transfer of blocks 2 and 0, in two pieces."""
+    """The arguments of a plan of blocks 2 and 0."""
     layers = [torch.zeros(CASE.layer_shape, dtype=CASE.dtype) for _ in range(2)]
-    geometry = resolve_geometry(layers, CASE.engine_kv_format)
     chunk = torch.zeros(CASE.chunk_shape(8), dtype=CASE.dtype)
-    pieces = list(plan_pieces(geometry, [8], [[2, 0]], 0, PART))
-    staging = [torch.zeros(4 * PART, dtype=torch.uint8)]
-    return arguments_of(CASE, geometry, layers, [chunk], pieces, staging, 2 * PART, 2)
+    return arguments_of(CASE, layers, [chunk], [2, 0], 8, max_bytes=STAGING)
 
 
-def of_piece(**change: int) -> Any:
-    """Return a change of the last piece."""
-
-    def changed(arguments: dict[str, Any]) -> dict[str, Any]:
-        table = arguments["pieces"].copy()
-        for name, value in change.items():
-            table[-1, Piece._fields.index(name)] = value
-        return {"pieces": table}
-
-    return changed
+def staging_of(size: int = STAGING) -> list[torch.Tensor]:
+    return [torch.zeros(size, dtype=torch.uint8)]
 
 
 def without_memory(like: torch.Tensor) -> torch.Tensor:
@@ -200,92 +197,150 @@ def without_memory(like: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (of_piece(block=4), r"region 1 \(start 512, size 128\) inside of the 512"),
-        (of_piece(block=-1), "region 1 "),
-        (of_piece(block=1 << 62), "region 1 "),
-        (of_piece(blocks=2), "tile 1 .* staging buffer of 256 bytes"),
-        (of_piece(blocks=0), "tile 1 "),
-        (of_piece(plane=1), "tile 1 .* 1 chunks"),
-        (of_piece(head=1), "tile 1 .* 1 chunks"),
-        (of_piece(token=5), "tile 1 .* 1 chunks"),
-        (of_piece(token=-1), "tile 1 .* 1 chunks"),
-        (of_piece(chunk=1), "does not lie in one of the 1 chunks"),
-        (of_piece(slots=1 << 61), "tile 1 "),
-        (lambda old: {"pieces": old["pieces"][:, :9]}, r"of shape \[n, 10\]|dense"),
-        (lambda old: {"pieces": old["pieces"].astype(np.int32)}, "int64"),
-        (lambda old: {"pieces": old["pieces"].tolist()}, "int64"),
-        (lambda _: {"layers": []}, "at least one layer"),
-        (lambda old: {"layers": old["layers"][:1] * 3}, "tile "),
+        (lambda _: {"block_ids": [2, 4]}, "block id 4 is outside.*blocks 0 to 3"),
+        (lambda _: {"block_ids": [-1, 0]}, "block id -1 "),
+        (lambda _: {"block_ids": [2, 1 << 62]}, "block id 4611686018427387904 "),
+        (lambda _: {"block_ids": [2]}, "got 1 block ids, wanted 2"),
+        (lambda _: {"block_ids": [2, 0, 1]}, "got 3 block ids, wanted 2"),
+        (lambda _: {"skip_blocks": -1}, "0 or more to skip"),
+        (lambda _: {"chunk_tokens": 0}, "whole blocks"),
+        (lambda _: {"chunk_tokens": 6}, "whole blocks"),
+        (lambda _: {"chunk_tokens": -8}, "whole blocks"),
+        (lambda _: {"chunk_tokens": 4}, "chunk 0 has shape"),
+        (lambda _: {"max_bytes": 15}, "head size 8 of torch.float16 does not fit"),
+        (lambda _: {"max_bytes": -1}, "does not fit"),
+        (lambda _: {"sizes": (5, 2, 2, 4, 8)}, "KV layer 0 has the memory of 512"),
+        (lambda _: {"sizes": (0, 2, 2, 4, 8)}, "KV layer 0"),
+        (lambda _: {"sizes": (4, 2, 2, 4, -8)}, "KV layer 0"),
+        (lambda _: {"sizes": (1 << 62, 2, 2, 4, 8)}, "KV layer 0"),
+        (lambda _: {"sizes": (4, 2, 2, 1 << 62, 8)}, "KV layer 0"),
+        (lambda _: {"strides": (129, 64)}, "KV layer 0"),
+        (lambda _: {"strides": (128, 193)}, "KV layer 0"),
+        (lambda _: {"strides": (-128, 64)}, "KV layer 0"),
+        (lambda _: {"strides": (1 << 62, 64)}, "KV layer 0"),
+        (lambda _: {"layers": []}, "at least one KV layer"),
+        (lambda old: {"layers": old["layers"][:1] * 3}, "chunk 0 has shape"),
+        (
+            lambda old: {"layers": [t[:3] for t in old["layers"]]},
+            None,  # its storage holds the fourth block
+        ),
+        (
+            lambda old: {"layers": [without_memory(old["layers"][0])] * 2},
+            "KV layer 0 has the memory of 0 elements",
+        ),
         (
             lambda old: {"layers": [old["layers"][0].float()] * 2},
-            "chunks of the layers'",
+            "chunk 0 is torch.float16 but the KV cache is torch.float32",
         ),
         (
             lambda old: {"layers": [old["layers"][0], old["layers"][1].bfloat16()]},
-            "layers of one element type",
+            "must agree",
         ),
-        (lambda _: {"staging": []}, "parts of staging"),
-        (lambda _: {"parts": 0}, "at least one part of whole elements"),
-        (lambda _: {"part_bytes": 0}, "at least one part of whole elements"),
-        (lambda _: {"part_bytes": 255}, "at least one part of whole elements"),
-        (lambda _: {"parts": 3}, "room for its parts"),
-        (lambda _: {"parts": 1 << 62}, "room for its parts"),
-        (lambda _: {"part_bytes": 254}, "tile 0 .* staging buffer of 254 bytes"),
-        (lambda old: {"staging": [old["staging"][0].view(torch.int8)]}, "uint8"),
-        (lambda old: {"staging": [old["staging"][0].repeat(2)[::2]]}, "one dense axis"),
-        (lambda old: {"staging": [old["staging"][0].view(-1, 1)]}, "one dense axis"),
-        (lambda old: {"staging": [old["staging"][0].to("meta")]}, "host memory"),
-        (lambda old: {"staging": [old["staging"][0].repeat(2)[1:]]}, "to elements"),
-        (lambda _: {"collector": COLLECTOR.float()}, "a collector of"),
-        (lambda _: {"collector": COLLECTOR[1:]}, "at least 256 bytes"),
-        (lambda _: {"collector": COLLECTOR.view(2, -1)}, "one dense axis"),
-        (lambda _: {"collector": COLLECTOR.to("meta")}, "and device"),
-        (lambda _: {"batch_bytes": 0}, "batch_bytes of at least 1"),
-        (lambda _: {"chunks": []}, "one chunk"),
-        (lambda old: {"chunks": [old["chunks"][0][0, 0, 0, 0]]}, "or without planes"),
-        (lambda old: {"chunks": [old["chunks"][0][..., :0]]}, "tile 0 "),
         (
-            lambda old: {"chunks": [without_memory(old["chunks"][0])]},
-            "1024 bytes, got 0",
+            lambda old: {"layers": [old["layers"][0], old["layers"][1].to("meta")]},
+            "must agree",
         ),
-        (lambda old: {"staging": [without_memory(old["staging"][0])]}, "the memory"),
-        (lambda old: {"chunks": [c[0] for c in old["chunks"]]}, "tile 0 .* chunks"),
-        (lambda old: {"chunks": [c[0, 0] for c in old["chunks"]]}, "chunks"),
-        (lambda old: {"chunks": [c[None] for c in old["chunks"]]}, "or without planes"),
-        (lambda old: {"chunks": [old["chunks"][0], old["chunks"][0][0]]}, "same axes"),
-        (lambda old: {"chunks": [old["chunks"][0].float()]}, "element type"),
-        (lambda old: {"chunks": [old["chunks"][0].mT.contiguous().mT]}, "dense tokens"),
-        (lambda _: {"heads": 0}, "whole heads"),
-        (lambda _: {"heads": 3}, "whole heads"),
+        (lambda _: {"chunks": []}, "got 2 block ids, wanted 0"),
+        (lambda old: {"chunks": [old["chunks"][0][0, 0, 0, 0]]}, "chunk 0 has shape"),
+        (lambda old: {"chunks": [old["chunks"][0][..., :0]]}, "chunk 0 has shape"),
+        (lambda old: {"chunks": [without_memory(old["chunks"][0])]}, "bytes, got 0"),
+        (lambda old: {"chunks": [old["chunks"][0][None]]}, "chunk 0 has shape"),
         (
-            lambda old: {"chunks": [old["chunks"][0], old["chunks"][0][..., :4]]},
-            "of the same axes and heads",
+            lambda old: {"chunks": [old["chunks"][0], old["chunks"][0][0]]},
+            "chunk 1 has shape",
         ),
-        (lambda _: {"threads": 0}, "threads of 1 to 64, got 0"),
-        (lambda _: {"threads": 65}, "threads of 1 to 64, got 65"),
-        (lambda _: {"threads": 2**31 - 1}, "threads of 1 to 64"),
-        (lambda _: {"in_place": True}, "one plane, one head"),
+        (lambda old: {"chunks": [old["chunks"][0].float()]}, "chunk 0 is torch.float"),
+        (
+            lambda old: {"chunks": [old["chunks"][0].mT.contiguous().mT]},
+            "the last axis must be dense",
+        ),
     ],
 )
 @pytest.mark.parametrize("to_host", [True, False])
-def test_refuses_before_the_first_byte_moves(
-    good: dict[str, Any], change: Any, says: str, to_host: bool
+def test_a_plan_refuses_what_would_leave_memory(
+    good: dict[str, Any], change: Any, says: str | None, to_host: bool
+) -> None:
+    if says is None:
+        kv_transpose.plan_host(to_host, **(good | change(good)))
+        return
+    with pytest.raises(ValueError, match=says):
+        kv_transpose.plan_host(to_host, **(good | change(good)))
+
+
+def test_a_block_is_written_once(good: dict[str, Any]) -> None:
+    twice = good | {"block_ids": [2, 2]}
+    kv_transpose.plan_host(True, **twice)
+    with pytest.raises(ValueError, match=r"blocks \[2\] are destinations"):
+        kv_transpose.plan_host(False, **twice)
+    assert kv_transpose.plan_host(False, **(twice | {"skip_blocks": 1})).segments == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"staging": []}, "staging, unless"),
+        ({"staging": staging_of(STAGING - 2)}, "staging of 256 bytes.*got 254"),
+        ({"staging": [staging_of()[0].view(torch.int8)]}, "uint8"),
+        ({"staging": [staging_of(2 * STAGING)[0][::2]]}, "one dense axis"),
+        ({"staging": [staging_of()[0].view(-1, 1)]}, "one dense axis"),
+        ({"staging": [staging_of()[0].to("meta")]}, "host memory"),
+        ({"staging": [staging_of(STAGING + 1)[0][1:]]}, "aligned to elements"),
+        ({"staging": [without_memory(staging_of()[0])]}, "staging as uint8"),
+        ({"collector": COLLECTOR.float()}, "a collector of"),
+        ({"collector": COLLECTOR[1:]}, "at least 256 bytes"),
+        ({"collector": COLLECTOR.view(2, -1)}, "one dense axis"),
+        ({"collector": COLLECTOR.to("meta")}, "and device"),
+        ({"batch_bytes": 0}, "at least 1 byte"),
+        ({"part_bytes": 0}, "at least 1 byte"),
+        ({"threads": 0}, "threads of 1 to 64, got 0"),
+        ({"threads": 65}, "threads of 1 to 64, got 65"),
+        ({"threads": 2**31 - 1}, "threads of 1 to 64"),
+    ],
+)
+@pytest.mark.parametrize("to_host", [True, False])
+def test_a_run_refuses_before_the_first_byte_moves(
+    good: dict[str, Any], change: dict[str, Any], says: str, to_host: bool
 ) -> None:
     sources = good["layers"] if to_host else good["chunks"]
     targets = good["chunks"] if to_host else good["layers"]
     for source in sources:
         source.fill_(1)
+    plan = kv_transpose.plan_host(to_host, **good)
     with pytest.raises(ValueError, match=says):
-        kv_transpose.transfer(to_host, **(good | change(good)))
+        run(plan, **({"staging": staging_of()} | change))
     assert not any(bool(target.any()) for target in targets)
-    kv_transpose.transfer(to_host, **good)
+    run(plan, staging_of())
     assert any(bool(target.any()) for target in targets)
 
 
 def test_nothing_to_move_is_no_error(good: dict[str, Any]) -> None:
-    good["pieces"] = good["pieces"][:0]
-    kv_transpose.transfer(True, **good)
-    kv_transpose.transfer(False, **good)
+    for to_host in (True, False):
+        plan = kv_transpose.plan_host(to_host, **(good | {"skip_blocks": 7}))
+        assert (plan.segments, plan.bytes, plan.largest_bytes) == (0, 0, 0)
+        run(plan, staging_of())
+
+
+@pytest.mark.parametrize(
+    ("layout", "segments"), [("blocks_first", 3), ("kv_first", 6), ("mla", 3)]
+)
+def test_adjacent_blocks_and_planes_that_meet_are_one_segment(
+    layout: Layout, segments: int
+) -> None:
+    case = Case(layout, 1, 12)
+    layers = [torch.zeros(case.layer_shape, dtype=case.dtype)]
+    chunks = [torch.zeros(case.chunk_shape(24), dtype=case.dtype)]
+    arguments = arguments_of(case, layers, chunks, [3, 4, 5, 1, 2, 9], 24)
+    plan = kv_transpose.plan_host(True, **arguments)
+    assert plan.segments == segments
+    halves = [chunks[0][..., :12, :].clone() for _ in range(2)]
+    arguments |= {"chunks": halves, "chunk_tokens": 12, "block_ids": list(range(6))}
+    # They end at chunks.
+    assert (
+        kv_transpose.plan_host(True, **arguments).segments == segments - segments // 3
+    )
+    # And at the limit.
+    arguments |= {"max_bytes": plan.bytes // (12 if layout == "kv_first" else 6)}
+    assert kv_transpose.plan_host(True, **arguments).segments == 2 * segments
 
 
 class Meanwhile(TorchDispatchMode):
@@ -311,23 +366,23 @@ def test_what_others_do_to_the_arguments_meanwhile_has_no_effect(
     targets = list(good["chunks"] if to_host else good["layers"])
     for index, source in enumerate(sources):
         source.copy_(random_bits(tuple(source.shape), source.dtype, index))
-    # A batch for each piece, so that copies follow.
-    good |= {"batch_bytes": 1, "pieces": good["pieces"].copy()}
     expected = {
         name: [tensor.clone() for tensor in good[name]] for name in ("layers", "chunks")
     }
-    kv_transpose.transfer(to_host, **(good | expected))
+    run(kv_transpose.plan_host(to_host, **(good | expected)), staging_of())
+    plan = kv_transpose.plan_host(to_host, **good)
+    staging = staging_of()
 
     def spoil() -> None:
-        good["pieces"].fill(1 << 40)
-        good["pieces"].resize((0, 10), refcheck=False)
-        for name in ("chunks", "layers", "staging"):
+        for name in ("chunks", "layers", "block_ids"):
             good[name].clear()
+        staging.clear()
         gc.collect()
 
     meanwhile = Meanwhile(spoil)
     with meanwhile:
-        kv_transpose.transfer(to_host, **good)
+        # A batch for each segment, so that copies follow.
+        run(plan, staging, batch_bytes=1)
     assert not meanwhile.actions
     assert good["chunks"] == []
     assert_same_bytes(targets, expected["chunks" if to_host else "layers"])
@@ -343,7 +398,7 @@ def test_sequences_that_make_their_items_on_the_fly(good: dict[str, Any]) -> Non
                 raise IndexError
             return torch.ones(CASE.layer_shape, dtype=CASE.dtype)
 
-    kv_transpose.transfer(True, **(good | {"layers": Fresh()}))
+    run(kv_transpose.plan_host(True, **(good | {"layers": Fresh()})), staging_of())
     assert bool((good["chunks"][0] == 1).all())
 
 
@@ -354,16 +409,92 @@ def test_threads_share_the_helpers(good: dict[str, Any]) -> None:
 
     def work() -> None:
         chunk = torch.zeros(CASE.chunk_shape(8), dtype=CASE.dtype)
-        mine = good | {"layers": layers, "chunks": [chunk], "threads": 3}
-        mine["staging"] = [torch.zeros(4 * PART, dtype=torch.uint8)]
+        mine = good | {"layers": layers, "chunks": [chunk]}
+        plan, staging = kv_transpose.plan_host(True, **mine), staging_of()
         for _ in range(200):
             chunk.zero_()
-            kv_transpose.transfer(True, **mine)
+            run(plan, staging, threads=3)
             assert_same_bytes([chunk], wanted)
 
     with ThreadPoolExecutor(4) as executor:
         for result in [executor.submit(work) for _ in range(4)]:
             result.result()
+
+
+@given(
+    layout=st.sampled_from(LAYOUTS),
+    sizes=st.tuples(*[st.integers(1, 4)] * 4),
+    split=st.integers(0, 3),
+    skip=st.integers(0, 3),
+    to_chunks=st.booleans(),
+    data=st.data(),
+)
+@settings(max_examples=100, deadline=None)
+def test_whole_blocks_are_copied_on_their_device(
+    layout: Layout,
+    sizes: tuple[int, int, int, int],
+    split: int,
+    skip: int,
+    to_chunks: bool,
+    data: st.DataObject,
+) -> None:
+    """Here the device is the host: what the chunk holds is told by plain indexing."""
+    case = Case(layout, 2, *sizes, torch.float16)
+    ids = data.draw(st.permutations(range(case.num_blocks)))
+    parts = [part for part in (ids[:split], ids[split:]) if part]
+    axis = 1 if layout == "kv_first" else 0
+    layers = [random_bits(case.layer_shape, case.dtype, i) for i in range(2)]
+    wanted_layers = [layer.clone() for layer in layers]
+    shape = list(case.layer_shape)
+    chunks, wanted, blocks = [], [], []
+    for number, part in enumerate(parts):
+        left = min(skip, len(part))
+        shape[axis] = len(part)
+        whole = random_bits((2, *shape), case.dtype, 7 + number)
+        chunks.append(whole.flatten().clone())
+        wanted.append(whole)
+        blocks.append((part, left))
+        for layer, of_chunk in zip(wanted_layers, whole, strict=True):
+            for position in range(left, len(part)):
+                one = of_chunk.select(axis, position)
+                other = layer.select(axis, part[position])
+                one.copy_(other) if to_chunks else other.copy_(one)
+    geometry = resolve_geometry(layer_traits(layers), case.engine_kv_format)
+    plan = kv_transpose.plan_device(
+        to_chunks, layers, geometry.sizes, geometry.strides, chunks, blocks
+    )
+    assert plan.on_device
+    run(plan, [])
+    assert_same_bytes(
+        [*layers, *chunks], [*wanted_layers, *[w.flatten() for w in wanted]]
+    )
+
+
+@pytest.mark.parametrize(
+    ("chunk", "blocks", "says"),
+    [
+        (
+            torch.zeros(511, dtype=CASE.dtype),
+            ([2, 0], 0),
+            "one dense axis of 1024 bytes",
+        ),
+        (torch.zeros(512, dtype=torch.int16), ([2, 0], 0), "chunk 0 is torch.int16"),
+        (torch.zeros(2, 256, dtype=CASE.dtype), ([2, 0], 0), "one dense axis"),
+        (torch.zeros(512, dtype=CASE.dtype), ([2, 4], 0), "block id 4"),
+        (torch.zeros(512, dtype=CASE.dtype), ([2, 0], 3), "0 to 2 blocks to skip"),
+        (torch.zeros(512, dtype=CASE.dtype), ([2, 2], 0), "destinations"),
+        (torch.zeros(512, dtype=CASE.dtype, device="meta"), ([2, 0], 0), "on cpu"),
+        (without_memory(torch.zeros(512, dtype=CASE.dtype)), ([2, 0], 0), "memory"),
+    ],
+)
+def test_a_plan_on_the_device_refuses_what_would_leave_memory(
+    good: dict[str, Any], chunk: torch.Tensor, blocks: Any, says: str
+) -> None:
+    arguments = [good[name] for name in ("layers", "sizes", "strides")]
+    with pytest.raises(ValueError, match=says):
+        kv_transpose.plan_device(False, *arguments, [chunk], [blocks])
+    with pytest.raises(ValueError, match="block ids of each chunk"):
+        kv_transpose.plan_device(False, *arguments, [chunk], [])
 
 
 @given(
@@ -383,8 +514,12 @@ def test_copies_in_place(tokens: int, size: int, gap: int, to_host: bool) -> Non
     wanted_memory = memory.clone()
     wanted = wanted_memory[:, gap : gap + tokens]
     move(case, to_host, wanted_layers, [wanted], ids, 8)
-    geometry = resolve_geometry(layers, case.engine_kv_format)
-    pieces = list(plan_pieces(geometry, [tokens], [ids], 0, 1 << 20))
-    arguments = arguments_of(case, geometry, layers, [chunk], pieces, [], 2, 1)
-    kv_transpose.transfer(to_host, **arguments, in_place=True)
+    plan = kv_transpose.plan_host(
+        to_host, **arguments_of(case, layers, [chunk], ids, 8)
+    )
+    # Only pinned memory is, by itself.
+    assert not plan.in_place
+    with pytest.raises(ValueError, match="staging, unless"):
+        run(plan, [])
+    run(plan, [torch.zeros(plan.largest_bytes, dtype=torch.uint8)])
     assert_same_bytes([memory, *layers], [wanted_memory, *wanted_layers])

@@ -60,16 +60,16 @@ def maker(monkeypatch: pytest.MonkeyPatch) -> Maker:
 
 @contextmanager
 def leased(arena: StagingArena, want: int = 1) -> Iterator[Lease]:
-    lease = Lease(want)
+    lease = Lease(DEVICE, want)
     try:
-        arena.acquire(lease, DEVICE)
+        arena.acquire(lease)
         yield lease
     finally:
         arena.release(lease)
 
 
 def waiting(arena: StagingArena) -> int:
-    return sum(lease.grant is None and not lease.ended for lease in arena._leases)
+    return sum(lease.lane is None and not lease.ended for lease in arena._leases)
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -161,7 +161,7 @@ def test_as_many_transfers_stage_at_a_time_as_there_are_cpus(
 
 def test_who_gives_up_waiting_holds_no_place() -> None:
     arena = StagingArena(1, 1)
-    interrupted = Lease(1)
+    interrupted = Lease(DEVICE, 1)
     with leased(arena):
         arena._leases.append(interrupted)
         arena.release(interrupted)
@@ -183,9 +183,9 @@ def test_a_failed_allocation_is_named_and_loses_nothing(
     monkeypatch.setattr(staging, "make_buffer", Maker(MemoryError, RuntimeError))
     arena = StagingArena(2, 2)
     for _ in range(2):
-        lease = Lease(2)
+        lease = Lease(DEVICE, 2)
         with pytest.raises(RuntimeError, match="LMCACHE_RBLN_STAGING_MIB"):
-            arena.acquire(lease, DEVICE)
+            arena.acquire(lease)
         arena.release(lease)
     with leased(arena, 2) as lease:
         assert len(lease.buffers) == 2
@@ -222,44 +222,34 @@ class Device:
         #: What the next questions are answered with; then: whether it is idle.
         self.answers: list[bool | Exception] = []
         self.idle = True
-        #: What waits end with.
-        self.waits: list[Exception] = []
-        #: Holds up who issues a copy.
-        self.submits = threading.Event()
-        self.submits.set()
-        self.submitting = 0
+        #: What waits for its end tell.
+        self.drained = False
+        #: Holds up who asks.
+        self.asked = threading.Event()
+        self.answering = threading.Event()
+        self.answering.set()
         self.given = itertools.cycle(range(1, staging._STREAM_POOL + 1))
         self.current = 0
 
-    def __getattr__(self, _: str) -> Any:
-        return self
-
     def Stream(self, device: torch.device) -> Any:  # noqa: N802
-        return MagicMock(device=device, stream_id=next(self.given))
+        return MagicMock(stream_id=next(self.given), query=self.query)
 
     def current_stream(self, device: torch.device) -> Any:
-        return MagicMock(device=device, stream_id=self.current)
+        return MagicMock(stream_id=self.current)
 
     def stream(self, _: Any) -> Any:
-        self.submitting += 1
-        assert self.submits.wait(LIMIT_S)
         return MagicMock()
 
-    def Event(self) -> Any:  # noqa: N802
-        return self
-
-    def record(self, _: Any) -> None:
-        return None
-
     def query(self) -> bool:
+        self.asked.set()
+        assert self.answering.wait(LIMIT_S)
         answer = self.answers.pop(0) if self.answers else self.idle
         if isinstance(answer, Exception):
             raise answer
         return answer
 
-    def synchronize(self) -> None:
-        if self.waits:
-            raise self.waits.pop(0)
+    def drain(self, *_: object) -> bool:
+        return self.drained
 
 
 @pytest.fixture
@@ -268,6 +258,7 @@ def npu(monkeypatch: pytest.MonkeyPatch) -> Device:
     npu = Device()
     monkeypatch.setattr(staging, "torch_rbln", lambda: npu)
     monkeypatch.setattr(staging, "supports_async_copies", lambda: True)
+    monkeypatch.setattr(staging, "kv_transpose", lambda: npu)
     probe = torch.zeros(8, dtype=torch.uint8)
     monkeypatch.setattr(staging, "make_probe", lambda _: (probe, probe.clone()))
     return npu
@@ -289,10 +280,7 @@ def test_what_is_not_drained_comes_back_when_its_stream_is_idle(npu: Device) -> 
         assert len(lease.buffers) == 2
 
 
-def test_where_all_is_held_by_failed_copies_it_is_said(
-    npu: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(staging, "IDLE_WAIT_S", 0.05)
+def test_where_all_is_held_by_failed_copies_it_is_said(npu: Device) -> None:
     # Who asks is not one of those that hold it.
     said = "held by 1 that failed.*comes back when the device is idle"
     arena = StagingArena(1, 1)
@@ -312,40 +300,27 @@ def test_where_all_is_held_by_failed_copies_it_is_said(
         assert len(lease.buffers) == 1
 
 
-def test_who_finds_all_held_by_failed_copies_waits_and_asks_again(
-    npu: Device, monkeypatch: pytest.MonkeyPatch
+def test_who_finds_all_held_by_failed_copies_waits_for_the_device(
+    npu: Device,
 ) -> None:
-    monkeypatch.setattr(staging, "IDLE_WAIT_S", LIMIT_S)
     arena = StagingArena(1, 1)
     with leased(arena) as lease:
         lease.busy = True
-        npu.answers = [False, RuntimeError("an old failure"), False, False, False]
+        npu.idle, npu.drained = False, True
     with leased(arena) as lease:
         assert len(lease.buffers) == 1
-    assert npu.answers == []
 
 
-def test_who_waits_is_served_though_nobody_wakes_him() -> None:
-    """As if an interrupt struck between the end of a lease and its release."""
-    arena = StagingArena(1, 1)
-    with ThreadPoolExecutor(1) as executor, leased(arena) as lease:
-        waits = executor.submit(leased(arena).__enter__)
-        until(lambda: waiting(arena) == 1)
-        lease.ended = True
-        until(waits.done)
-        waits.result()
-
-
-def test_a_driver_that_holds_up_a_probe_holds_up_nobody_else(npu: Device) -> None:
+def test_a_driver_that_holds_up_who_asks_holds_up_nobody_else(npu: Device) -> None:
     arena = StagingArena(2, 2)
-    failed = Lease(1)
-    arena.acquire(failed, DEVICE)
+    failed = Lease(DEVICE, 1)
+    arena.acquire(failed)
     with ThreadPoolExecutor(2) as executor:
         try:
             failed.busy = True
-            npu.submits.clear()
+            npu.answering.clear()
             releases = executor.submit(arena.release, failed)
-            until(lambda: npu.submitting == 1)
+            assert npu.asked.wait(LIMIT_S)
 
             def transfer() -> None:
                 with leased(arena) as lease:
@@ -354,29 +329,9 @@ def test_a_driver_that_holds_up_a_probe_holds_up_nobody_else(npu: Device) -> Non
             executor.submit(transfer).result(timeout=LIMIT_S)
             assert not releases.done()
         finally:
-            npu.submits.set()
+            npu.answering.set()
         releases.result(timeout=LIMIT_S)
     assert arena.in_use() == (0, 0)
-
-
-@pytest.mark.parametrize("waits", [[], [RuntimeError("the wait failed")]])
-def test_a_drained_lease_is_not_busy(npu: Device, waits: list[Exception]) -> None:
-    with leased(StagingArena(1, 1)) as lease:
-        lease.busy = True
-        npu.answers = [RuntimeError("an old failure"), False, False]
-        npu.waits = waits
-        staging.drain(lease)
-        assert not lease.busy
-        assert npu.answers == npu.waits == []
-
-
-def test_draining_a_lost_device_comes_to_an_end(npu: Device) -> None:
-    with leased(StagingArena(1, 1)) as lease:
-        lease.busy = True
-        npu.answers = [RuntimeError("lost")] * 1000
-        staging.drain(lease)
-        assert lease.busy
-        npu.answers = []
 
 
 def test_streams_are_apart_from_one_another_and_from_callers(npu: Device) -> None:
@@ -384,11 +339,11 @@ def test_streams_are_apart_from_one_another_and_from_callers(npu: Device) -> Non
     npu.current = 3
 
     def streams() -> list[int]:
-        leases = [Lease(1) for _ in range(8)]
+        leases = [Lease(DEVICE, 1) for _ in range(8)]
         try:
             for lease in leases:
-                arena.acquire(lease, DEVICE)
-            return [lease.stream.stream_id for lease in leases]
+                arena.acquire(lease)
+            return [lease.lane.stream.stream_id for lease in leases if lease.lane]
         finally:
             for lease in leases:
                 arena.release(lease)
@@ -410,7 +365,8 @@ def test_where_callers_have_every_stream_only_their_current_one_is_avoided(
     arena = StagingArena(1, 1)
     for npu.current in range(1, staging._STREAM_POOL + 1):
         with leased(arena) as lease:
-            assert lease.stream.stream_id != npu.current
+            assert lease.lane is not None
+            assert lease.lane.stream.stream_id != npu.current
 
 
 class InterruptAt:
@@ -448,9 +404,9 @@ def test_capacity_comes_back_after_an_interrupt_anywhere(npu: Device) -> None:
     arena = StagingArena(2, 2)
 
     def work() -> None:
-        lease = Lease(2)
+        lease = Lease(DEVICE, 2)
         try:
-            arena.acquire(lease, DEVICE)
+            arena.acquire(lease)
             lease.busy = True
             lease.busy = False
         finally:
