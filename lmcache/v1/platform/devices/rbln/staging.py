@@ -177,6 +177,7 @@ class StagingArena:
     def close(self) -> None:
         """Free the memory; a transfer under way keeps its own until it ends."""
         with self._changed:
+            self._forget()
             self._buffers = [None] * len(self._buffers)
             self._lanes.clear()
 
