@@ -203,10 +203,13 @@ def _serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     # Third Party
+    import setproctitle
     import vllm.entrypoints.cli.main
     import vllm.entrypoints.openai.api_server
     import vllm.v1.engine.core  # noqa: F401
 
+    # It finds the memory for titles as long as the environment is the first one.
+    setproctitle.getproctitle()
     # No fork is to look through what is imported here for garbage.
     gc.freeze()
 
