@@ -222,7 +222,11 @@ def load(ours: Any, request: Any) -> None:
 
 def loaded(*request_ids: str) -> Any:
     """What all workers have reported."""
-    return SimpleNamespace(finished_recving=set(request_ids), kv_cache_events=None)
+    return SimpleNamespace(
+        finished_recving=set(request_ids),
+        kv_cache_events=None,
+        kv_connector_worker_meta=None,
+    )
 
 
 def test_a_request_that_ends_while_it_loads_is_reported_as_loaded_only(
