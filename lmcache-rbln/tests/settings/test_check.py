@@ -65,7 +65,12 @@ def test_nothing_set_and_the_documented_settings_are_well() -> None:
             "LMCACHE_LOG_LEVEL": "DEBUG",
             "LMCACHE_EC_CHUNK_SIZE": "256",
         },
-        {"lmcache_rbln.allow_degraded": True, "other": 1},
+        {
+            "lmcache_rbln.allow_degraded": True,
+            "skip_last_n_tokens": 0,
+            "discard_partial_chunks": True,
+            "other": 1,
+        },
     )
     assert not problems(with_rds(rds_buffer_size=64))
 
@@ -109,7 +114,57 @@ REFUSED: list[tuple[dict[str, str], dict[str, Any], str, str]] = [
         extra(save_only_first_rank="false"),
         {},
         "save_only_first_rank",
-        "take save_only_first_rank out of LMCACHE_EXTRA_CONFIG",
+        "is 'false', wanted true or false, without quotes; .* take "
+        "save_only_first_rank out of LMCACHE_EXTRA_CONFIG",
+    ),
+    (
+        extra(save_only_first_rank=True),
+        {},
+        "save_only_first_rank",
+        "is not supported on RBLN, .*; take save_only_first_rank out of LMCACHE_EXTRA",
+    ),
+    (
+        {},
+        {"lmcache.extra_config": {"audit_backend_enabled": "false"}},
+        "audit_backend_enabled",
+        "is 'false', wanted true or false, without quotes",
+    ),
+    (
+        extra(remote_enable_mla_worker_id_as0="no"),
+        {},
+        "remote_enable_mla_worker_id_as0",
+        "is 'no', wanted true or false, without quotes",
+    ),
+    ({"LMCACHE_PIN_TIMEOUT_SEC": "0"}, {}, "pin_timeout_sec", "number from 1 to"),
+    ({}, {"lmcache.pin_check_interval_sec": -5}, "pin_check_interval_sec", "is -5"),
+    ({}, {"skip_last_n_tokens": "64"}, "skip_last_n_tokens", "is '64', wanted a whole"),
+    ({}, {"skip_last_n_tokens": -3}, "skip_last_n_tokens", "a whole number from 0"),
+    ({}, {"skip_last_n_tokens": 1.5}, "skip_last_n_tokens", "a whole number from 0"),
+    ({}, {"skip_last_n_tokens": True}, "skip_last_n_tokens", "a whole number from 0"),
+    (
+        {},
+        {"discard_partial_chunks": "false"},
+        "discard_partial_chunks",
+        "is 'false', wanted true or false, without quotes",
+    ),
+    (
+        {},
+        {"lmcache.validate": 1},
+        "lmcache.validate",
+        "would replace a part of LMCache, .*; unset lmcache.validate in kv_connector",
+    ),
+    ({}, {"lmcache._user_set_keys": 1}, "lmcache._user_set_keys", "would replace"),
+    (
+        {},
+        {"remote_storage_plugin.x.module_path": "a"},
+        "remote_storage_plugin.x.module_path",
+        "has no effect, .*; move it to LMCACHE_EXTRA_CONFIG",
+    ),
+    (
+        {},
+        {"audit_backend_enabled": True},
+        "audit_backend_enabled",
+        "has no effect, .*; move it to LMCACHE_EXTRA_CONFIG",
     ),
     (
         {"LMCACHE_CHUNK_SIZE": "200"},
@@ -259,6 +314,8 @@ def test_every_problem_is_a_line_and_harmless_ones_are_not() -> None:
         ({"LMCACHE_ENABLE_NIXL": "1"}, {}, "unless another program reads it"),
         ({"LMCACHE_MAX_LOCAL_CPU": "1"}, {}, "unless another program reads it"),
         ({}, {"lmcache.nothing_like_it": 1}, "unset lmcache.nothing_like_it in"),
+        # A variable alone.
+        ({}, {"lmcache.config_file": "x"}, "unset lmcache.config_file in"),
         (extra(rds_capacity=5), {}, "has no effect"),
     ],
 )

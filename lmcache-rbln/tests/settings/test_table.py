@@ -111,5 +111,19 @@ def test_older_names_are_those_that_lmcache_still_reads() -> None:
 
 def test_only_what_works_here_is_proposed_for_a_misspelt_name() -> None:
     names = set(table.effective())
-    assert {"chunk_size", "local_cpu", "remote_url", "rbln_staging_mib"} <= names
+    assert {"chunk_size", "local_cpu", "remote_url", "max_tokens_per_load"} <= names
     assert not names & set(table.OFF)
+
+
+def test_only_numbers_and_switches_are_shown_as_such() -> None:
+    for name, definition in table.definitions().items():
+        shown = table.show_setting(name, "hunter")
+        is_plain = isinstance(definition["default"], bool | int | float)
+        assert (shown == "'hunter'") or not is_plain, name
+    assert table.show_setting("extra_config", "hunter") == "***"
+    assert table.show_setting("remote_url", "hunter") == "***"
+
+
+def test_what_would_replace_a_part_of_lmcache() -> None:
+    assert all(map(table.is_part_of_lmcache, ("validate", "to_dict", "_user_set_keys")))
+    assert not any(map(table.is_part_of_lmcache, ("chunk_sizes", "config_file", "")))

@@ -317,3 +317,23 @@ def test_memory_with_copies_under_way_is_not_used_again(
     want = xxhash.xxh3_128(content_of(7)).digest()
     assert chunk_io_._digest(obj, CHUNK_BYTES) == want
     obj.ref_count_down()
+
+
+def test_hashers_outlive_memory_that_is_short(
+    io: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is lost is missed by every later checksum."""
+    chunk_io_, obj = io
+    empty = torch.empty
+
+    def fail(*arguments: Any, **options: Any) -> torch.Tensor:
+        if options.get("pin_memory"):
+            raise RuntimeError("planted")
+        return empty(*arguments, **options)
+
+    with monkeypatch.context() as planted:
+        planted.setattr(torch, "empty", fail)
+        with pytest.raises(RuntimeError, match="planted"):
+            chunk_io_._digest(obj, CHUNK_BYTES)
+    assert chunk_io_._tiles.qsize() == chunk_io.MAX_HASHERS
+    obj.ref_count_down()

@@ -26,6 +26,7 @@ import multiprocessing
 import os
 import shutil
 import tempfile
+import time
 
 # First Party
 from lmcache.logging import init_logger
@@ -103,16 +104,41 @@ def leave_reason(error: Exception) -> None:
         file.write(" ".join(str(error).split()))
 
 
+def forget_reason() -> None:
+    """Remove the reason that an earlier engine has left: this one has started.
+
+    A reason of another process of the same engine, which began together with this one,
+    stays.
+    """
+    if (folder := os.environ.get(VARIABLE)) is None:
+        return
+    path = Path(folder, "reason")
+    with suppress(OSError):
+        began = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+        ticks_per_second = os.sysconf("SC_CLK_TCK")
+        own_age = (
+            time.clock_gettime(time.CLOCK_BOOTTIME) - int(began) / ticks_per_second
+        )
+        if time.time() - path.lstat().st_mtime > own_age:
+            path.unlink()
+
+
 def leave_sockets(paths: Iterable[str]) -> None:
     """Leave the names of this process's sockets to the front process.
 
     Args:
-        paths: Files of sockets that this process may bind, and nobody else.
+        paths: Files of sockets that this process may bind, before it binds any. One
+            that is there already is somebody else's.
     """
     if (folder := os.environ.get(VARIABLE)) is None:
         return
-    with suppress(OSError), Path(folder, "sockets").open("ab") as file:
-        file.write(b"".join(os.fsencode(path) + b"\n" for path in paths))
+    names = [os.fsencode(path) + b"\n" for path in paths if not os.path.lexists(path)]
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+    with (
+        suppress(OSError),
+        open(os.open(Path(folder, "sockets"), flags, 0o600), "ab") as file,
+    ):
+        file.write(b"".join(names))
 
 
 def _end(folder: Path, process: int) -> None:

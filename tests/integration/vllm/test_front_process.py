@@ -23,6 +23,8 @@ FRONT = """
 import multiprocessing, os, signal, socket, sys
 from lmcache.integration.vllm import front_process
 
+NAMES = ("bound", "file", "theirs", "no")
+
 @front_process.leaves_reason
 def start():
     raise ValueError("chunk size\\nis 200")
@@ -34,8 +36,10 @@ def engine(does):
             start()
         except ValueError:
             front_process.leave_reason(ValueError("a later one"))
+    if does == "serves":
+        front_process.forget_reason()
     if does == "killed":
-        names = [os.environ["TMPDIR"] + "/" + name for name in ("bound", "file", "no")]
+        names = [os.environ["TMPDIR"] + "/" + name for name in NAMES]
         front_process.leave_sockets(names)
         socket.socket(socket.AF_UNIX).bind(names[0])
         os.kill(os.getpid(), signal.SIGKILL)
@@ -43,20 +47,21 @@ def engine(does):
 if __name__ == "__main__":
     front_process.announce()
     context = multiprocessing.get_context(sys.argv[1])
-    process = context.Process(target=engine, args=(sys.argv[2],))
-    process.start()
-    process.join()
+    for does in sys.argv[2:]:
+        process = context.Process(target=engine, args=(does,))
+        process.start()
+        process.join()
     raise RuntimeError("Engine core initialization failed")
 """
 
 
-def run(tmp_path: Path, method: str, does: str) -> subprocess.CompletedProcess[str]:
+def run(tmp_path: Path, method: str, *does: str) -> subprocess.CompletedProcess[str]:
     program = tmp_path / "front.py"
     program.write_text(FRONT)
     # As if started by a program that has imported the connector too.
     inherited = {front_process.VARIABLE: str(tmp_path / "lmcache-rbln-front-1")}
     return subprocess.run(
-        [sys.executable, str(program), method, does],
+        [sys.executable, str(program), method, *does],
         env={**os.environ, **inherited, "TMPDIR": str(tmp_path)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -93,6 +98,38 @@ def test_a_front_process_that_has_ended_is_missed_by_nobody(
     front_process.leave_sockets(["/tmp/socket"])
     front_process.leave_reason(ValueError("too late"))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_of_somebody_else_gets_no_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "theirs").touch()
+    (tmp_path / "sockets").symlink_to(tmp_path / "theirs")
+    monkeypatch.setenv(front_process.VARIABLE, str(tmp_path))
+    front_process.leave_sockets(["/tmp/socket"])
+    assert not (tmp_path / "theirs").read_bytes()
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_nothing_is_said_of_an_engine_before_the_one_that_served(
+    tmp_path: Path, method: str
+) -> None:
+    done = run(tmp_path, method, "refuses", "serves")
+    assert "refused to start" not in done.stdout
+    done = run(tmp_path, method, "serves", "refuses")
+    assert "refused to start" in done.stdout
+
+
+def test_a_reason_of_the_same_start_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM starts data-parallel engines together: one serves, another refuses."""
+    monkeypatch.setenv(front_process.VARIABLE, str(tmp_path))
+    monkeypatch.setattr(front_process, "_front", None)
+    front_process.forget_reason()
+    front_process.leave_reason(ValueError("data parallelism"))
+    front_process.forget_reason()
+    assert (tmp_path / "reason").read_text() == "data parallelism"
 
 
 def test_nothing_is_said_of_other_failures(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 """The CPU tier's memory is there as long as another tier copies from it."""
 
 # Standard
+from collections import OrderedDict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 import threading
 import uuid
@@ -17,6 +19,7 @@ from lmcache.v1.metadata import LMCacheMetadata
 from lmcache.v1.storage_backend.connector.fs_connector import FSConnector
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 from lmcache.v1.storage_backend.remote_backend import RemoteBackend
+from lmcache.v1.storage_backend import storage_manager
 from lmcache_rbln._lmcache import LMCacheEngineBuilder
 
 pytestmark = pytest.mark.npu
@@ -101,3 +104,25 @@ def test_a_write_under_way_is_ended_before_the_cpu_tier_is_closed(
     [file] = tmp_path.glob("*.data")
     wanted = torch.full((LAYERS, CHUNK, HIDDEN), 1.5).numpy().tobytes()
     assert file.read_bytes().endswith(wanted)
+
+
+def test_a_start_that_fails_is_told_and_closes_what_there_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    closed: list[str] = []
+    tier = SimpleNamespace(close=lambda: closed.append("tier"))
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(
+        storage_manager,
+        "CreateStorageBackends",
+        lambda *_, **__: OrderedDict(Tier=tier),
+    )
+    manager: Any = storage_manager.StorageManager
+    monkeypatch.setattr(manager, "_get_allocator_backend", fail)
+    metadata = SimpleNamespace(role="worker", worker_id=0, use_mla=False)
+    with pytest.raises(RuntimeError, match="planted"):
+        manager(LMCacheEngineConfig.from_defaults(), metadata, None)
+    assert closed == ["tier"]

@@ -26,6 +26,8 @@ EXTRA = "extra_config"
 FILE = "LMCACHE_CONFIG_FILE"
 _VARIABLE = "LMCACHE_"
 _KEY = "lmcache."
+# How entries of the extra config begin.
+_EXTRA_FAMILIES = ("rds_", "storage_plugin.", "remote_storage_plugin.")
 # How alike a name must be to be taken for a misspelling: a slip of a letter or two.
 _ALIKE = 0.9
 # Kubernetes gives a pod such variables for every service, also for one of LMCache's.
@@ -102,7 +104,10 @@ class Settings:
             spelling: What names begin with there.
         """
         found = f"{where} is not a name that LMCache reads"
-        near = difflib.get_close_matches(name, table.effective(), 1, _ALIKE)
+        candidates = table.effective()
+        if spelling == _VARIABLE:
+            candidates += table.VARIABLES
+        near = difflib.get_close_matches(name, candidates, 1, _ALIKE)
         if not near:
             fix = f"unset {where}, unless another program reads it"
             wanted = "names that LMCache reads"
@@ -182,19 +187,24 @@ def _put_key(settings: Settings, key: str, value: Any) -> None:
     """Take an entry of ``kv_connector_extra_config``."""
     name, where = key.removeprefix(_KEY), f"{show_name(key)} in {CONNECTOR}"
     move = ""
-    if key == table.MAX_TOKENS:
+    if kind := table.CONNECTOR_KEYS.get(key):
         settings.where[key] = where
-        if type(value) is int and value >= 0:
+        if type(value) is kind and value >= 0:
             settings.values[key] = value
         else:
             found = f"{where} is {show(value, kind='number')}"
+            wanted = table.UNQUOTED if kind is bool else "a whole number from 0"
             fix = f"correct it, or unset {where}"
-            settings.problems.append(Problem(key, found, "a whole number from 0", fix))
+            settings.problems.append(Problem(key, found, wanted, fix))
     elif name != key and name in table.definitions():
         settings.put(name, where, value)
+    elif name != key and table.is_part_of_lmcache(name):
+        found, wanted = f"{where} would replace a part of LMCache", "names of settings"
+        fix = f"unset {where}"
+        settings.problems.append(Problem(show_name(key), found, wanted, fix))
     elif name != key:
         settings.note_unknown(name, where, _KEY)
-    elif key.startswith(("rds_", "storage_plugin.")) or key in table.EXTRA_OFF:
+    elif key.startswith(_EXTRA_FAMILIES) or key in table.EXTRA_SWITCHES:
         move = f'LMCACHE_EXTRA_CONFIG, or "{_KEY}{EXTRA}" of {CONNECTOR}'
     elif key in table.definitions():
         move = f"{_KEY}{key}"

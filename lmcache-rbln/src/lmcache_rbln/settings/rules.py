@@ -80,10 +80,15 @@ def _off(settings: Settings) -> Iterator[Problem]:
             found = f"{what} is not supported on RBLN"
             fix = f"unset {settings.place(name)}"
             yield Problem(name, found, f"{name} off", fix)
-    for key, what in table.EXTRA_OFF.items():
-        if settings.extra.get(key):
-            found = f"{what} is not supported on RBLN"
-            fix = f"take {key} out of {settings.place(EXTRA)}"
+    for key in table.EXTRA_SWITCHES:
+        value, place = settings.extra.get(key), settings.place(EXTRA)
+        if isinstance(value, str):
+            found = f"{key} in {place} is {show(value, kind='number')}"
+            fix = f"correct it, or take {key} out of {place}"
+            yield Problem(key, found, table.UNQUOTED, fix)
+        elif value and key in table.EXTRA_OFF:
+            found = f"{table.EXTRA_OFF[key]} is not supported on RBLN"
+            fix = f"take {key} out of {place}"
             yield Problem(key, found, f"{key} off", fix)
 
 

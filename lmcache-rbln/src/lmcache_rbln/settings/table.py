@@ -25,6 +25,7 @@ from .own import read_switch
 
 _GIB = (0, 1 << 16, "GiB")
 _RATIO = (0, 1, "")
+_SECONDS = (1, 10**7, "seconds")
 #: Numbers by setting: least, most, unit. The most tells a value in another unit, such
 #: as bytes for GiB, from a large one.
 RANGES: Mapping[str, tuple[float, float, str]] = {
@@ -36,7 +37,9 @@ RANGES: Mapping[str, tuple[float, float, str]] = {
     "lazy_memory_expand_trigger_ratio": _RATIO,
     "lazy_memory_step_ratio": _RATIO,
     "lookup_timeout_ms": (1, 10**7, "ms"),
-    "blocking_timeout_secs": (1, 10**7, "seconds"),
+    "blocking_timeout_secs": _SECONDS,
+    "pin_timeout_sec": _SECONDS,
+    "pin_check_interval_sec": _SECONDS,
     "internal_api_server_port_start": (1, 65535, ""),
 }
 #: Words by setting. LMCache hashes with Python's ``hash`` for one that it does not
@@ -74,11 +77,26 @@ EXTRA_OFF: Mapping[str, str] = {
     "keeps its own,",
     "enable_nixl_storage": "NIXL storage",
 }
-#: Read from ``kv_connector_extra_config`` alone, and as it is.
+#: What a switch must be where LMCache takes any text for true.
+UNQUOTED = "true or false, without quotes"
+#: All its switches on our path.
+EXTRA_SWITCHES = (
+    *EXTRA_OFF,
+    "audit_backend_enabled",
+    "remote_enable_mla_worker_id_as0",
+)
 MAX_TOKENS = "lmcache.max_tokens_per_load"
-# Variables on our path beside the settings.
-_VARIABLES = ("config_file", "device_backend", "force_skip_save", "max_tokens_per_load")
-_RBLN_VARIABLES = ("rbln_kv_layout", "rbln_staging_mib", "rbln_transpose_threads")
+#: Read from ``kv_connector_extra_config`` alone, and as they are: what they must be.
+CONNECTOR_KEYS: Mapping[str, type[int]] = {
+    MAX_TOKENS: int,
+    "skip_last_n_tokens": int,
+    "discard_partial_chunks": bool,
+}
+#: Variables on our path beside the settings.
+VARIABLES = (
+    *("config_file", "device_backend", "force_skip_save"),
+    *("rbln_kv_layout", "rbln_staging_mib", "rbln_transpose_threads"),
+)
 # How settings begin that have no effect without what is off on RBLN.
 _OFF_FAMILIES = ("pd_", "p2p_", "nixl_", "gds_", "maru_", "blend_")
 _KINDS = {
@@ -113,13 +131,24 @@ def aliases() -> Mapping[str, str]:
 
 
 def effective() -> list[str]:
-    """Return the names, in lower case, of all that has an effect on RBLN."""
+    """Return the names of all settings that have an effect on RBLN."""
     settings = [
         name
         for name in definitions()
         if name not in OFF and not name.startswith(_OFF_FAMILIES)
     ]
-    return [*settings, *_VARIABLES, *_RBLN_VARIABLES]
+    return [*settings, MAX_TOKENS.removeprefix("lmcache.")]
+
+
+def is_part_of_lmcache(name: str) -> bool:
+    """Return whether LMCache's configuration has something else by a name.
+
+    Such a key of ``kv_connector_extra_config`` replaces a method or a record.
+    """
+    # First Party
+    from lmcache.v1.config import LMCacheEngineConfig
+
+    return name.startswith("_") or hasattr(LMCacheEngineConfig, name)
 
 
 @cache
@@ -210,5 +239,7 @@ def _is_misread(kind: Any, value: Any, converted: Any, default: Any) -> bool:
 
 def show_setting(name: str, value: Any) -> str:
     """Return a setting's value as it may be printed."""
-    kind = "name" if name.endswith("storage_plugins") else "number"
+    kind = "name" if name.endswith("storage_plugins") else ""
+    if kind_of(name) in (bool, int, float, list[int], list[float]):
+        kind = "number"
     return show(value, WORDS.get(name, ()), kind)

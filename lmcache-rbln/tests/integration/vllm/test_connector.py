@@ -374,6 +374,26 @@ def test_a_start_that_fails_half_way_ends_what_it_began(
     assert set(connector._open) == before
 
 
+@ROLES
+def test_the_scheduler_starts_last_and_forgets_an_earlier_refusal(
+    role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # First Party
+    from lmcache.integration.vllm import front_process
+    from lmcache_rbln.integration.vllm import connector, requests, service
+
+    def stock(made: Any, *_: Any, **__: Any) -> None:
+        made._lmcache_engine = SimpleNamespace(shutdown=lambda: None)
+
+    forgotten: list[bool] = []
+    monkeypatch.setattr(front_process, "forget_reason", lambda: forgotten.append(True))
+    monkeypatch.setattr(service, "create_engine", lambda *_: None)
+    monkeypatch.setattr(service, "start_problems", lambda _: [])
+    monkeypatch.setattr(requests.LMCacheConnectorV1Dynamic, "__init__", stock)
+    connector._open.discard(construct(role, vllm_config()))
+    assert forgotten == [True] * (role == "SCHEDULER")
+
+
 def test_nothing_is_begun_before_the_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     # First Party
     from lmcache_rbln.integration.vllm import requests, service

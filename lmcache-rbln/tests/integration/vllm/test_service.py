@@ -103,3 +103,24 @@ def test_why_a_backend_could_not_be_made_is_collected() -> None:
         "Failed to initialize/re-establish remote connection: why",
     ]
     assert [backends.handlers, remote.handlers] == handlers
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_sockets_of_a_server_that_is_off_are_not_ours(enabled: bool) -> None:
+    """Their names begin as a user says, and may be another engine's."""
+    # First Party
+    from lmcache_rbln.integration.vllm import service
+
+    config: Any = SimpleNamespace(
+        internal_api_server_enabled=enabled,
+        internal_api_server_socket_path_prefix="/tmp/api",
+        internal_api_server_port_start=6999,
+    )
+    vllm: Any = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(engine_id="e", kv_connector_extra_config={}),
+        parallel_config=SimpleNamespace(rank=0),
+    )
+    paths = service.socket_paths(config, vllm)
+    assert [path for path in paths if path.startswith("/tmp/api")] == (
+        ["/tmp/api_6999", "/tmp/api_7000"] if enabled else []
+    )

@@ -118,6 +118,8 @@ class RBLNLMCacheConnectorV1(SchedulerSide):
         # Slot mappings are read on the host only.
         self._adapter.device = torch.device("cpu")
         self._require_healthy()
+        if role == KVConnectorRole.SCHEDULER:  # made last
+            front_process.forget_reason()
 
     def _create_engine(self, config: Any, vllm_config: VllmConfig) -> None:
         try:

@@ -111,7 +111,8 @@ def socket_paths(config: LMCacheEngineConfig, vllm_config: VllmConfig) -> list[s
         get_zmq_rpc_path_lmcache(transfer_config.engine_id, name, port, rank)
         for name, port in services
     ]
-    if prefix := config.internal_api_server_socket_path_prefix:
+    prefix = config.internal_api_server_socket_path_prefix
+    if prefix and config.internal_api_server_enabled:
         first = config.internal_api_server_port_start
         paths += [f"{prefix}_{first}", f"{prefix}_{first + 1 + rank}"]
     return paths

@@ -179,23 +179,25 @@ class ChunkIO:
 
     def _digest(self, obj: StagedMemoryObj, nbytes: int) -> bytes:
         """XXH3-128 of the first bytes of a payload."""
+        # Given back in the end, whatever happens: with the last of them, hashing ends.
         tiles = self._tiles.get()
-        if tiles is None:
-            tiles = [
-                torch.empty(self._tile_bytes, dtype=torch.uint8, pin_memory=True)
-                for _ in range(2)
-            ]
         state = xxhash.xxh3_128()
         parts = obj.payload[: aligned(nbytes)].split(self._tile_bytes)
         copies: list[Future[torch.Tensor]] = []
 
         def fetch(number: int) -> torch.Tensor:
+            assert tiles is not None
             part = parts[number]
             tile = tiles[number % 2][: part.numel()]
             self._copy([obj], [part], tile, to_host=True)
             return tile
 
         try:
+            if tiles is None:
+                tiles = [
+                    torch.empty(self._tile_bytes, dtype=torch.uint8, pin_memory=True)
+                    for _ in range(2)
+                ]
             copies.append(self._fetchers.submit(fetch, 0))
             for number in range(len(parts)):
                 tile = copies[number].result()
@@ -207,10 +209,10 @@ class ChunkIO:
         finally:
             wait(copies)
             if any(isinstance(copy.exception(), StillInFlightError) for copy in copies):
+                assert tiles is not None
                 self._lost.append(tiles)
-                self._tiles.put(None)
-            else:
-                self._tiles.put(tiles)
+                tiles = None
+            self._tiles.put(tiles)
 
     def _copy(
         self,
