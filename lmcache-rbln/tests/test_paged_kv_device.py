@@ -192,6 +192,26 @@ def test_what_does_not_fit_is_refused_before_a_byte_moves(
 
 
 @pytest.mark.parametrize("move", ["gather", "scatter"])
+def test_memory_of_an_interrupted_move_is_not_used_again(
+    allocator: StagingAllocator, monkeypatch: pytest.MonkeyPatch, move: str
+) -> None:
+    """The interrupt may have taken the place of the error that says so."""
+    cache = Cache("blocks_first")
+    obj = chunk(allocator, cache)
+    cache.move("gather", [obj], [[1, 2]])
+
+    def interrupt(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(RblnDeviceOps, "copy_blocks_on_device", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        cache.move(move, [obj], [[1, 2]])
+    assert obj.retired
+    obj.ref_count_down()
+    assert allocator.memcheck()
+
+
+@pytest.mark.parametrize("move", ["gather", "scatter"])
 def test_memory_with_copies_under_way_is_not_used_again(
     allocator: StagingAllocator, monkeypatch: pytest.MonkeyPatch, move: str
 ) -> None:

@@ -103,9 +103,11 @@ def move_on_device(
             kv.kv_format,
             [chunk.skip_blocks for chunk in chunks],
         )
-    except StillInFlightError:
-        for obj in objs:
-            obj.retire()
+    except BaseException as error:
+        # An interrupt may hide that copies are under way.
+        if isinstance(error, StillInFlightError) or not isinstance(error, Exception):
+            for obj in objs:
+                obj.retire()
         raise
     if gathers:
         for obj, tensor in zip(objs, tensors, strict=True):

@@ -5,6 +5,7 @@
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from typing import Any
+from unittest.mock import MagicMock
 import os
 
 # Third Party
@@ -312,6 +313,14 @@ def test_memory_with_copies_under_way_is_not_used_again(
         for _ in range(2 * chunk_io.MAX_HASHERS):
             with pytest.raises(StillInFlightError):
                 chunk_io_._digest(obj, CHUNK_BYTES)
+    assert obj.retired
+    obj.retired = False
+    with monkeypatch.context() as planted:
+        interrupt = MagicMock(side_effect=KeyboardInterrupt)
+        host = torch.empty(4096, dtype=torch.uint8)
+        planted.setattr(RblnDeviceOps, "multi_layer_block_kv_transfer", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            chunk_io_._copy([obj], [obj.slot.header], host, to_host=True)
     assert obj.retired
     assert len(chunk_io_._lost) == 2 * chunk_io.MAX_HASHERS
     want = xxhash.xxh3_128(content_of(7)).digest()

@@ -247,7 +247,11 @@ class ChunkIO:
                     EngineKVFormat.NL_X_NB_BS_HS,
                     0,
                 )
-        except StillInFlightError:
-            for obj in objs:
-                obj.retire()
+        except BaseException as error:
+            # An interrupt may hide that copies are under way.
+            if isinstance(error, StillInFlightError) or not isinstance(
+                error, Exception
+            ):
+                for obj in objs:
+                    obj.retire()
             raise

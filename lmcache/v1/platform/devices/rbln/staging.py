@@ -11,12 +11,14 @@ waiting cannot deadlock. What is free follows from the leases there are.
 from __future__ import annotations
 
 # Standard
+from collections.abc import Callable
 from typing import Any
 import atexit
 import contextlib
 import functools
 import os
 import threading
+import weakref
 
 # Third Party
 import torch
@@ -52,17 +54,14 @@ class Lane:
         self.stream: Any = None
         self.probe: tuple[torch.Tensor, torch.Tensor] | None = None
         self.collectors: dict[torch.dtype, torch.Tensor] = {}
-        self._asking = threading.Lock()
 
     def is_idle(self) -> bool:
         """Return whether nothing is in flight, without waiting for it.
 
         A failure is told again and again until the stream has something new to do: so
-        it gets some, and who asks later sees.
+        it gets some, and who asks later sees. So only one may ask, while nobody else
+        uses the lane.
         """
-        # The driver may hold up who asks; others don't wait for him.
-        if not self._asking.acquire(blocking=False):
-            return False
         try:
             return self.stream is None or self.stream.query()
         except RuntimeError:
@@ -71,8 +70,10 @@ class Lane:
                 if self.probe:
                     self.probe[0].copy_(self.probe[1], non_blocking=True)
             return False
-        finally:
-            self._asking.release()
+
+
+class _Inquiry:
+    """Marks the leases whose lanes a thread asks, as long as it asks."""
 
 
 class Lease:
@@ -99,6 +100,17 @@ class Lease:
         self.buffers: list[torch.Tensor] = []
         self.busy = False
         self.ended = False
+        # Of who asks its lane. It ends with him, also if he is interrupted.
+        self._inquiry: weakref.ref[_Inquiry] | None = None
+
+    @property
+    def asked(self) -> bool:
+        """Whether a thread asks its lane: until that is done nobody else may use it."""
+        return self._inquiry is not None and self._inquiry() is not None
+
+    def mark_asked(self, inquiry: _Inquiry) -> None:
+        """Say that its lane is asked, as long as the inquiry lives."""
+        self._inquiry = weakref.ref(inquiry)
 
 
 class StagingArena:
@@ -110,7 +122,9 @@ class StagingArena:
     """
 
     def __init__(self, num_buffers: int, max_leases: int) -> None:
-        self._changed = threading.Condition()
+        # Entered by itself: between the calls of a condition an interrupt leaks it.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._max_leases = min(max_leases, num_buffers)
         self._buffers: list[torch.Tensor | None] = [None] * num_buffers
         self._lanes: dict[torch.device, list[Lane]] = {}
@@ -128,7 +142,7 @@ class StagingArena:
         """
         if self._leases:
             self.take_back()
-        with self._changed:
+        with self._lock:
             if supports_async_copies():
                 current = torch_rbln().current_stream(lease.device).stream_id
                 self._callers.setdefault(lease.device, set()).add(current)
@@ -136,9 +150,7 @@ class StagingArena:
             granted = self._grant(lease)
         while not granted and not self._wait(lease):
             # Nobody else gives anything back: wait for the device, without the lock.
-            failed = [other for other in self._leases if other.ended and other.lane]
-            for other in failed:
-                other.busy = other.busy and not _drain(other)
+            failed = self._ask(_drain)
             if failed and all(other.busy for other in failed):
                 raise RuntimeError(
                     f"all staging of RBLN transfers is held by {len(failed)} that "
@@ -160,26 +172,49 @@ class StagingArena:
 
     def take_back(self) -> None:
         """Take back what leases no longer use, and wake those who wait."""
-        # Not under the lock: the driver may hold up who asks.
-        for lease in [each for each in self._leases if each.ended and each.busy]:
-            lease.busy = lease.lane is not None and not lease.lane.is_idle()
-        with self._changed:
-            self._changed.notify_all()
+        self._ask(lambda lease: lease.lane is None or lease.lane.is_idle())
 
     def in_use(self) -> tuple[int, int]:
         """Return how many leases there are: under way, and ended but not drained."""
         self.take_back()
-        with self._changed:
+        with self._lock:
             self._forget()
             ended = sum(lease.ended for lease in self._leases)
             return len(self._leases) - ended, ended
 
     def close(self) -> None:
         """Free the memory; a transfer under way keeps its own until it ends."""
-        with self._changed:
+        with self._lock:
             self._forget()
             self._buffers = [None] * len(self._buffers)
             self._lanes.clear()
+
+    def _ask(self, is_idle: Callable[[Lease], bool]) -> list[Lease]:
+        """Ask whether ended leases are idle, except those that somebody asks already.
+
+        Returns:
+            Those that were asked.
+        """
+        inquiry = _Inquiry()
+        with self._lock:
+            asked = [
+                each
+                for each in self._leases
+                if each.ended and each.busy and not each.asked
+            ]
+            for lease in asked:
+                lease.mark_asked(inquiry)
+            # The driver may hold up who asks, so: without the lock, and those whom
+            # others' leases are enough for go on before.
+            self._changed.notify_all()
+        try:
+            for lease in asked:
+                lease.busy = not is_idle(lease)
+        finally:
+            with self._lock:
+                del inquiry
+                self._changed.notify_all()
+        return asked
 
     def _wait(self, lease: Lease) -> bool:
         """Wait until a lease is granted, or nobody is left who can give anything back.
@@ -187,7 +222,7 @@ class StagingArena:
         Returns:
             Whether it is granted.
         """
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: self._grant(lease) or self._is_stuck(lease))
             # The next one may be served too.
             self._changed.notify_all()
@@ -196,13 +231,16 @@ class StagingArena:
     def _forget(self) -> None:
         """Remove leases that hold nothing any more; the lock is held."""
         self._leases = [
-            lease for lease in self._leases if lease.busy or not lease.ended
+            lease
+            for lease in self._leases
+            if lease.busy or lease.asked or not lease.ended
         ]
 
     def _is_stuck(self, lease: Lease) -> bool:
         """Return whether only failed leases stand before one; the lock is held."""
+        held = [other for other in self._leases if other.lane]
         return (
-            all(other is lease or other.ended for other in self._leases if other.lane)
+            all(other.ended and not other.asked for other in held)
             and lease is self._next()
         )
 
@@ -300,9 +338,11 @@ def _drain(lease: Lease) -> bool:
 
 def make_probe(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Make a few bytes of pinned and of bound device memory."""
-    host = torch.zeros(_PROBE_BYTES, dtype=torch.uint8, pin_memory=True)
-    remote = torch.empty(_PROBE_BYTES, dtype=torch.uint8, device=device)
-    torch_rbln().bind_device_memory(remote)
+    # Inference tensors can't be written by who asks outside of inference mode.
+    with torch.inference_mode(False):
+        host = torch.zeros(_PROBE_BYTES, dtype=torch.uint8, pin_memory=True)
+        remote = torch.empty(_PROBE_BYTES, dtype=torch.uint8, device=device)
+        torch_rbln().bind_device_memory(remote)
     return host, remote
 
 

@@ -24,7 +24,7 @@ import torch
 
 # First Party
 from lmcache.v1.platform.devices.rbln import staging
-from lmcache.v1.platform.devices.rbln.staging import Lease, StagingArena
+from lmcache.v1.platform.devices.rbln.staging import Lane, Lease, StagingArena
 
 DEVICE = torch.device("rbln:0")
 #: Longer than any of these waits may take.
@@ -334,6 +334,55 @@ def test_a_driver_that_holds_up_who_asks_holds_up_nobody_else(npu: Device) -> No
     assert arena.in_use() == (0, 0)
 
 
+def test_who_waits_goes_on_while_the_driver_holds_up_who_asks(npu: Device) -> None:
+    arena = StagingArena(2, 2)
+    failed, over = Lease(DEVICE, 1), Lease(DEVICE, 1)
+    arena.acquire(failed)
+    arena.acquire(over)
+    with ThreadPoolExecutor(2) as executor:
+        waits = executor.submit(leased(arena).__enter__)
+        try:
+            until(lambda: waiting(arena) == 1)
+            failed.busy = failed.ended = True
+            npu.answering.clear()
+            releases = executor.submit(arena.release, over)
+            assert len(waits.result(timeout=LIMIT_S).buffers) == 1
+            assert not releases.done()
+        finally:
+            npu.answering.set()
+        releases.result(timeout=LIMIT_S)
+
+
+def test_a_lane_that_somebody_asks_goes_to_nobody_else(
+    npu: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arena = StagingArena(2, 2)
+    failed = Lease(DEVICE, 1)
+    arena.acquire(failed)
+    failed.busy = failed.ended = True
+    preempted, goes_on = threading.Event(), threading.Event()
+    is_idle = Lane.is_idle
+
+    def late(lane: Lane) -> bool:
+        if threading.current_thread() is not threading.main_thread():
+            preempted.set()
+            assert goes_on.wait(LIMIT_S)
+        return is_idle(lane)
+
+    monkeypatch.setattr(Lane, "is_idle", late)
+    with ThreadPoolExecutor(1) as executor:
+        try:
+            asks = executor.submit(arena.take_back)
+            assert preempted.wait(LIMIT_S)
+            with leased(arena) as other:
+                assert other.lane is not failed.lane
+        finally:
+            goes_on.set()
+        asks.result(timeout=LIMIT_S)
+    with leased(arena) as other:
+        assert other.lane is failed.lane
+
+
 def test_streams_are_apart_from_one_another_and_from_callers(npu: Device) -> None:
     arena = StagingArena(8, 8)
     npu.current = 3
@@ -376,16 +425,28 @@ class InterruptAt:
         self._left = line
 
     def __call__(self, frame: FrameType, event: str, _: object) -> InterruptAt | None:
+        caller = frame.f_back
+        if (
+            frame.f_code.co_name == "__enter__"
+            and frame.f_code.co_filename == threading.__file__
+            and caller
+            and caller.f_code.co_filename.endswith("rbln/staging.py")
+        ):
+            # Of a lock in Python: behind its last line it is held.
+            self._count(event == "return")
+            return self
         if not frame.f_code.co_filename.endswith("rbln/staging.py"):
             return None
         # Before it releases a lock CPython traces the line, but takes no signal.
         code = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-        if event == "line" and "lock:" not in code:
-            self._left -= 1
-            if self._left == 0:
-                sys.settrace(None)
-                raise KeyboardInterrupt
+        self._count(event == "line" and "lock:" not in code)
         return self
+
+    def _count(self, here: bool) -> None:
+        self._left -= here
+        if here and self._left == 0:
+            sys.settrace(None)
+            raise KeyboardInterrupt
 
     def strikes(self, work: Callable[[], None]) -> bool:
         """Run ``work``; return whether it was interrupted."""
@@ -400,7 +461,10 @@ class InterruptAt:
         return False
 
 
-def test_capacity_comes_back_after_an_interrupt_anywhere(npu: Device) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_capacity_comes_back_after_an_interrupt_anywhere(
+    npu: Device, fails: bool
+) -> None:
     arena = StagingArena(2, 2)
 
     def work() -> None:
@@ -408,17 +472,22 @@ def test_capacity_comes_back_after_an_interrupt_anywhere(npu: Device) -> None:
         try:
             arena.acquire(lease)
             lease.busy = True
-            lease.busy = False
+            lease.busy = fails
         finally:
             lease.ended = True
             arena.release(lease)
 
-    struck = 0
-    for line in itertools.count(1):
-        if not InterruptAt(line).strikes(work):
-            break
-        struck += 1
+    def look() -> None:
         assert arena.in_use() == (0, 0)
         with leased(arena, 2) as lease:
             assert len(lease.buffers) == 2
+
+    struck = 0
+    # In another thread: the one that was interrupted might have the lock still.
+    with ThreadPoolExecutor(1) as executor:
+        for line in itertools.count(1):
+            if not InterruptAt(line).strikes(work):
+                break
+            struck += 1
+            executor.submit(look).result(timeout=LIMIT_S)
     assert struck > 50
