@@ -157,7 +157,7 @@ layer, layer by layer; and blocks are, for each chunk, ids and leading ones to l
 
 Args:
     staging: Buffers of uint8, 1-D and dense, in host memory, pinned if there is a stream;
-        they do not overlap. None: the device copies to and from chunks by itself.
+        they do not overlap. None, as with chunks on the device: copies are in place.
     collector: 1-D device memory of the layers' type, as large as a buffer, to collect
         segments in; or None.
     stream: Of the copies, for this transfer alone; it waits for the caller's current one

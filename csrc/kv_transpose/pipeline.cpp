@@ -87,8 +87,12 @@ void check_resources(const Plan& plan, const Resources& with) {
   if (with.staging.empty() && !plan.in_place) {
     refuse("staging, unless segments are contiguous in their chunks too");
   }
+  if (!with.staging.empty() && plan.on_device) {
+    refuse("no staging, with chunks on the device");
+  }
   const at::Tensor &collector = with.collector, &layer = plan.layers.front();
   if (!collector.defined()) return;
+  if (with.staging.empty()) refuse("staging with a collector");
   for (const at::Tensor& buffer : with.staging) {
     if (collector.scalar_type() != layer.scalar_type() || collector.dim() != 1 ||
         !collector.is_contiguous() || collector.device() != layer.device() ||

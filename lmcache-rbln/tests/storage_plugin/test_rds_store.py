@@ -4,6 +4,7 @@
 # Standard
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import MagicMock
 import logging
 import threading
 
@@ -20,6 +21,7 @@ import torch
 
 # First Party
 from lmcache.v1.memory_management import MemoryFormat
+from lmcache_rbln.storage_plugin.rds.staging import StagedMemoryObj
 
 pytestmark = pytest.mark.npu
 
@@ -43,6 +45,20 @@ def test_what_is_stored_or_being_written_is_not_written_again(
     assert not one.backend.exists_in_put_tasks(key_of(2))
     assert one.metric("written_chunks") == written + 1
     one.assert_idle()
+
+
+def test_what_an_interrupt_kept_from_being_written_can_be_stored(
+    engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = engine()
+    with monkeypatch.context() as planted:
+        interrupt = MagicMock(side_effect=KeyboardInterrupt)
+        planted.setattr(StagedMemoryObj, "ref_count_up", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            one.submit(1)
+    assert not one.backend.exists_in_put_tasks(key_of(1))
+    one.store(1)
+    assert one.holds(1) == [True]
 
 
 def test_a_callback_per_key_even_if_one_fails(engine: MakeEngine) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 import threading
 
 # Third Party
@@ -20,6 +21,7 @@ import torch
 from lmcache.v1.multiprocess.custom_types import PrepareRetrieveResponse
 from lmcache.v1.multiprocess.futures import MessagingFuture
 from lmcache.v1.platform.devices.rbln import transfer_context
+from lmcache.v1.platform.devices.rbln.block_transfer import StillInFlightError
 
 pytestmark = [pytest.mark.npu, pytest.mark.deferred]
 pytest_plugins = ["rbln_sim.pytest_plugin"]
@@ -130,6 +132,39 @@ def test_a_load_that_fails(
     assert worker.reports() == FAILED
     assert worker.reports() == NOTHING
     worker.assert_restored()
+
+
+@pytest.mark.parametrize("chunks", [0, 1])
+def test_an_answer_that_lacks_chunks_is_a_miss(chunks: int, small: Worker) -> None:
+    del small.server.chunks[chunks:]
+    assert small.submit("a").result(SOON_S) is False
+    assert small.reports() == FAILED
+    small.assert_restored()
+
+
+def test_blocks_that_copies_may_still_write_are_not_given_away(
+    small: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error, committed = mock.MagicMock(), small.server.client.commit_retrieve
+    monkeypatch.setattr(transfer_context.logger, "error", error)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise StillInFlightError("planted")
+
+    with monkeypatch.context() as planted:
+        planted.setattr(transfer_context, "scatter_cpu_to_paged_kv", fail)
+        load = small.submit("a")
+        context: Any = small.adapter.transfer_ctx
+        context._restore_executor.shutdown()
+    committed.assert_called_once()
+    assert not load.query()
+    # Neither if the request is aborted, nor if the server is lost.
+    small.adapter.report_as_loads_only({"a"})
+    assert small.reports("a") == NOTHING
+    small.adapter._health_event.clear()
+    assert small.reports() == NOTHING
+    said = [call for call in error.mock_calls if "keeps its blocks" in str(call)]
+    assert len(said) == 1
 
 
 @pytest.mark.parametrize("answer", [False, ConnectionError("no server")])

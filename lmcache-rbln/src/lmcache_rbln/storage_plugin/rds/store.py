@@ -96,13 +96,20 @@ class ChunkStore(ChunkRestores):
             staged.append(obj)
         pairs = list(zip(keys, staged, strict=True))
         claimed = self.index.claim(keys)
-        batch = [pair for pair, new in zip(pairs, claimed, strict=True) if new]
-        if not batch:
-            return None
-        for _, obj in batch:
-            obj.ref_count_up()
-        with self._lock:
-            self._pending += 1
+        try:
+            batch = [pair for pair, new in zip(pairs, claimed, strict=True) if new]
+            if not batch:
+                return None
+            for _, obj in batch:
+                obj.ref_count_up()
+            with self._lock:
+                self._pending += 1
+        except BaseException:
+            # An interrupt: nobody else would let the claims go.
+            for key, new in zip(keys, claimed, strict=True):
+                if new:
+                    self.index.abandon(key)
+            raise
         if self._writer is not None:
             try:
                 return self._writer.submit(self._put, batch, on_complete)

@@ -59,7 +59,8 @@ def transfer(plan: Any) -> None:
     if device.type == "cpu":
         # Not more than there is: tests move little, and often.
         size = max(plan.largest_bytes, min(PART_BYTES, plan.bytes))
-        _run(plan, [torch.empty(size, dtype=torch.uint8)], None, Lease(device, 0))
+        used = [] if plan.on_device else [torch.empty(size, dtype=torch.uint8)]
+        _run(plan, used, None, Lease(device, 0))
         return
     asynchronous = staging.supports_async_copies()
     may_collect = asynchronous and not plan.on_device and _may_collect(plan)

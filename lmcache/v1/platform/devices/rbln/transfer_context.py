@@ -35,6 +35,7 @@ from lmcache.v1.multiprocess.transfer_context.worker_transfer import (
     _single_group_block_ids,
 )
 from lmcache.v1.multiprocess.transport.base import RequestClient
+from lmcache.v1.platform.devices.rbln.block_transfer import StillInFlightError
 from lmcache.v1.platform.devices.rbln.lmcache_release import prepare_retrieve
 from lmcache.v1.platform.devices.rbln.staging import torch_rbln
 
@@ -81,9 +82,9 @@ class Restore(MessagingFuture[bool]):
             return not self._writes
 
     def set_result(self, result: bool) -> None:
-        """Set the result, unless giving up has."""
+        """Set the result, unless giving up has, or copies may still write."""
         with self._lock:
-            if not self.query():
+            if not self._writes and not self.query():
                 super().set_result(result)
 
 
@@ -185,7 +186,8 @@ class RblnTransferContext(AsyncEngineDrivenTransferContext):
         def scatter() -> bool:
             expected = len(blocks) // blocks_in_chunk
             chunks = prepare_retrieve(context, key, self._instance_id, expected)
-            if chunks is None:
+            # One that lacks chunks is a miss.
+            if chunks is None or len(chunks) != expected:
                 return False
             behind.wait()
             if not restore.begin_writing():
@@ -205,9 +207,17 @@ class RblnTransferContext(AsyncEngineDrivenTransferContext):
                         engine_kv_format=self._engine_kv_format,
                         engine_type=self._engine_type,
                     )
-            finally:
-                # The copies have ended, whether they failed or not.
+            except StillInFlightError:
+                # Neither reported nor given up: nobody else gets the blocks.
+                logger.error(
+                    "A restore stays unfinished and keeps its blocks, which the device "
+                    "may still write: restart the worker"
+                )
+                raise
+            except BaseException:
                 restore.end_writing()
+                raise
+            restore.end_writing()
             return True
 
         with self._inflight_lock:

@@ -65,3 +65,15 @@ def test_what_does_not_fit_is_refused() -> None:
         RblnDeviceOps().copy_blocks_on_device(
             layers, [small], [[0, 1]], D2H, case.engine_kv_format, [0]
         )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_cache_in_host_memory_has_its_chunks_there(layout: Layout) -> None:
+    case = Case(layout, 2, 4)
+    layers = [random_bits(case.layer_shape, case.dtype, i) for i in range(2)]
+    wanted = laid_out(layers, 1 if layout == "kv_first" else 0, [2, 0])
+    chunk = torch.zeros_like(wanted)
+    RblnDeviceOps().copy_blocks_on_device(
+        layers, [chunk], [[2, 0]], D2H, case.engine_kv_format, [0]
+    )
+    assert_same_bytes([chunk], [wanted])

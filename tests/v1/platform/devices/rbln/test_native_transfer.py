@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # First Party
 from lmcache import kv_transpose
 from lmcache.v1.platform.devices.rbln.kv_layout import layer_traits, resolve_geometry
+from lmcache.v1.platform.devices.rbln.staging import make_probe
 
 DTYPES = (torch.uint8, torch.float16, torch.float32, torch.float64)
 
@@ -313,6 +314,21 @@ def test_a_run_refuses_before_the_first_byte_moves(
     assert any(bool(target.any()) for target in targets)
 
 
+@pytest.mark.npu
+def test_a_collector_without_staging_is_refused() -> None:
+    layers = [torch.zeros(4, 4, 8, dtype=torch.float16).to("rbln:0")]
+    chunk = torch.zeros(1, 4, 8, dtype=torch.float16, pin_memory=True)
+    case = Case("mla", 1, 4, 1, 4, 8, torch.float16)
+    plan = kv_transpose.plan_host(True, **arguments_of(case, layers, [chunk], [2], 4))
+    assert plan.in_place
+    stream, probe = torch.rbln.Stream("rbln:0"), make_probe(torch.device("rbln:0"))
+    collector = torch.zeros(64, dtype=torch.float16).to("rbln:0")
+    with pytest.raises(ValueError, match="staging with a collector"):
+        kv_transpose.run(plan, [], collector, stream, probe)
+    with pytest.raises(ValueError, match="staging with a collector"):
+        kv_transpose.copy_times(plan, [], collector, stream, probe)
+
+
 def test_nothing_to_move_is_no_error(good: dict[str, Any]) -> None:
     for to_host in (True, False):
         plan = kv_transpose.plan_host(to_host, **(good | {"skip_blocks": 7}))
@@ -464,6 +480,8 @@ def test_whole_blocks_are_copied_on_their_device(
         to_chunks, layers, geometry.sizes, geometry.strides, chunks, blocks
     )
     assert plan.on_device
+    with pytest.raises(ValueError, match="no staging"):
+        run(plan, staging_of())
     run(plan, [])
     assert_same_bytes(
         [*layers, *chunks], [*wanted_layers, *[w.flatten() for w in wanted]]
