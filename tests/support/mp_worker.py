@@ -138,12 +138,10 @@ class Worker:
 
     def prepare_only(self, name: str) -> int:
         """Reserve slots for another prompt and never fill them; returns how many."""
-        context = self.adapter.transfer_ctx
-        assert isinstance(context, worker_transfer.EngineDrivenTransferContext)
-        prepared = context.engine_driven_context.prepare_store(
+        prepared = self.adapter.req_client.prepare_store(
             self._key(name, tokens=TOKENS[::-1]), self.adapter.instance_id
-        )
-        return 0 if prepared is None else len(prepared[0])
+        ).result(60)
+        return len(prepared.context.get("slots", []))
 
     def _op(self, block_ids: list[int]) -> LoadStoreOp:
         return LoadStoreOp(as_handed_over(TOKENS), [block_ids], 0, len(TOKENS))

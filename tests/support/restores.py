@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 # Standard
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,10 +30,11 @@ import torch
 from lmcache.integration.vllm import vllm_multi_process_adapter as adapters
 from lmcache.v1.multiprocess.custom_types import (
     PrepareRetrieveResponse,
+    PrepareStoreResponse,
     RegisterEngineDrivenContextResponse,
 )
 from lmcache.v1.multiprocess.futures import MessagingFuture
-from lmcache.v1.multiprocess.transfer_context.shm import ShmSlotDescriptor
+from lmcache.v1.multiprocess.transfer_context.shm import ABORT_STORE, ShmSlotDescriptor
 from lmcache.v1.platform.devices.rbln import transfer_context
 
 BLOCK, CHUNK = 16, 32
@@ -82,7 +83,15 @@ class Server:
             "commit_retrieve": True,
         }.items():
             getattr(self.client, name).side_effect = self._noted(name, answer)
-        self.client.prepare_retrieve.side_effect = self._prepare
+        self.client.prepare_retrieve.side_effect = lambda *_: self._prepare(
+            "prepare_retrieve", self.response
+        )
+        self.client.prepare_store.side_effect = lambda *_: self._prepare(
+            "prepare_store", self.slots
+        )
+        #: What COMMIT_STORE came with.
+        self.commits: list[bytes] = []
+        self.client.commit_store.side_effect = self._commit_store
 
     def response(self) -> PrepareRetrieveResponse:
         """The chunks, as a server hands them over."""
@@ -99,6 +108,23 @@ class Server:
         ]
         return PrepareRetrieveResponse(True, context={"slots": slots})
 
+    def slots(self) -> PrepareStoreResponse:
+        """Slots for both chunks, those that hold the chunks."""
+        context = self.response().context
+        return PrepareStoreResponse({**context, "chunk_indices": [0, 1]})
+
+    def stored(self) -> list[torch.Tensor]:
+        """What is in the slots, or came with the last commit."""
+        if self._segment is None:
+            return pickle.loads(self.commits[-1])
+        raw, size = bytearray(self._segment.read_bytes()), self._size
+        return [
+            torch.frombuffer(raw[i * size : (i + 1) * size], dtype=chunk.dtype).view(
+                chunk.shape
+            )
+            for i, chunk in enumerate(self.chunks)
+        ]
+
     def close(self) -> None:
         """Remove the segment."""
         if self._segment is not None:
@@ -111,11 +137,15 @@ class Server:
 
         return call
 
-    def _prepare(self, *_: Any) -> MessagingFuture[Any]:
-        self.calls.append("prepare_retrieve")
+    def _commit_store(self, _key: Any, _instance: int, data: bytes) -> Any:
+        self.commits.append(data)
+        return answered(data != ABORT_STORE)
+
+    def _prepare(self, name: str, answer: Callable[[], Any]) -> MessagingFuture[Any]:
+        self.calls.append(name)
         future: MessagingFuture[Any] = MessagingFuture()
         if self.answers:
-            future.set_result(self.response())
+            future.set_result(answer())
         else:
             self.waiting.append(future)
         self.asked.release()
@@ -123,21 +153,26 @@ class Server:
 
 
 class Gate:
-    """Holds a scatter up, right before it writes."""
+    """Holds copies up, right before they begin: a scatter, or what is named."""
 
-    def __init__(self, monkeypatch: Any) -> None:
+    def __init__(
+        self,
+        monkeypatch: Any,
+        module: Any = transfer_context,
+        name: str = "scatter_cpu_to_paged_kv",
+    ) -> None:
         self.reached, self._open = threading.Semaphore(0), threading.Event()
-        scatter = transfer_context.scatter_cpu_to_paged_kv
+        copies = getattr(module, name)
 
-        def held(*args: Any, **kwargs: Any) -> None:
+        def held(*args: Any, **kwargs: Any) -> Any:
             self.reached.release()
             assert self._open.wait(SOON_S)
-            scatter(*args, **kwargs)
+            return copies(*args, **kwargs)
 
-        monkeypatch.setattr(transfer_context, "scatter_cpu_to_paged_kv", held)
+        monkeypatch.setattr(module, name, held)
 
     def await_writer(self) -> None:
-        """Return when a scatter is held."""
+        """Return when copies are held."""
         assert self.reached.acquire(timeout=SOON_S)
 
     def open(self) -> None:
@@ -149,6 +184,7 @@ class Worker:
     """LMCache's worker adapter, in the state in which vLLM uses it."""
 
     def __init__(self, layout: Layout, shm: bool) -> None:
+        self.shm = shm
         self.case = Case(layout, 3, 9, block_size=BLOCK)
         shape = self.case.layer_shape
         count = torch.Size(shape).numel()
@@ -181,6 +217,13 @@ class Worker:
         event = self.adapter.create_recorded_event()
         self.adapter.submit_retrieve_request(name, op, event)
         return self.adapter.retrieve_futures[name][0]
+
+    def store(self, name: str, block_ids: list[int] = TO) -> MessagingFuture[Any]:
+        """Submit the store of a request, as vLLM's worker does."""
+        op = adapters.LoadStoreOp(list(range(2 * CHUNK)), [block_ids], 0, 2 * CHUNK)
+        event = self.adapter.create_recorded_event()
+        self.adapter.submit_store_request(name, op, event)
+        return self.adapter.store_futures[name]
 
     def reports(self, *ended: str) -> tuple[set[str], set[str], set[int]]:
         """What vLLM is told: stored and loaded requests, and blocks of failed loads."""

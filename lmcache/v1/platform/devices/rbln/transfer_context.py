@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 import functools
-import threading
+import weakref
 
 # Third Party
 import torch
@@ -26,7 +26,6 @@ from lmcache.v1.multiprocess.transfer_context.async_engine_driven import (
     AsyncEngineDrivenTransferContext,
 )
 from lmcache.v1.multiprocess.transfer_context.base import (
-    EngineDrivenContext,
     scatter_cpu_to_paged_kv,
 )
 from lmcache.v1.multiprocess.transfer_context.worker_transfer import (
@@ -38,54 +37,18 @@ from lmcache.v1.multiprocess.transport.base import RequestClient
 from lmcache.v1.platform.devices.rbln.block_transfer import StillInFlightError
 from lmcache.v1.platform.devices.rbln.lmcache_release import prepare_retrieve
 from lmcache.v1.platform.devices.rbln.staging import torch_rbln
+from lmcache.v1.platform.devices.rbln.transfers import (
+    BlocksWritten,
+    GivenUp,
+    Restore,
+    Server,
+    Store,
+)
 
 logger = init_logger(__name__)
 
 #: Restores of a worker at a time: while one waits for the server, others copy.
 RESTORE_THREADS = 4
-#: Seconds that a server gets to hear of a restore that was given up before it began.
-_GIVE_UP_S = 1.0
-
-
-class Restore(MessagingFuture[bool]):
-    """The result of a restore. It can be given up, but not while it writes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._lock = threading.Lock()
-        self._writes = False
-        self._given_up = False
-
-    def begin_writing(self) -> bool:
-        """Claim the blocks; returns False if the restore was given up."""
-        with self._lock:
-            self._writes = not self._given_up
-            return self._writes
-
-    def end_writing(self) -> None:
-        """Release the blocks: no copy writes to them any more."""
-        with self._lock:
-            self._writes = False
-            if self._given_up:
-                super().set_result(False)
-
-    def abandon(self) -> bool:
-        """Give up: the restore fails, at once or when it has ended to write.
-
-        Returns:
-            Whether nothing writes to the blocks any more.
-        """
-        with self._lock:
-            self._given_up = True
-            if not self._writes and not self.query():
-                super().set_result(False)
-            return not self._writes
-
-    def set_result(self, result: bool) -> None:
-        """Set the result, unless giving up has, or copies may still write."""
-        with self._lock:
-            if not self._writes and not self.query():
-                super().set_result(result)
 
 
 @functools.cache
@@ -144,10 +107,49 @@ class RblnTransferContext(AsyncEngineDrivenTransferContext):
             RESTORE_THREADS, thread_name_prefix="lmcache_rbln_restore"
         )
         self._restores: set[Restore] = set()
+        self._stores: weakref.WeakSet[Store] = weakref.WeakSet()
+
+    def register(self, *args: Any, **kwargs: Any) -> None:
+        """Register with the server, as LMCache's context; see there."""
+        super().register(*args, **kwargs)
+        if self._engine_driven_context is not None:
+            server: Any = Server(self._req_client)
+            self._engine_driven_context.req_client = server
 
     def create_recorded_event(self) -> IPCEvent:
         """Return an event behind all that this thread has submitted on its stream."""
         return _Event(super().create_recorded_event())
+
+    def submit_store(
+        self,
+        _request_id: str,
+        key: Any,
+        kv_caches: dict[str, torch.Tensor],
+        block_ids: list[list[int]],
+        _event: IPCEvent | None,
+        blocks_in_chunk: int,
+    ) -> MessagingFuture[bool]:
+        """Submit a store, as LMCache's context does; see there. It can be given up."""
+        # Its keys are transfers, see Server.
+        context: Any = self.engine_driven_context
+        # None is where the server was not there when the event was asked for.
+        behind = _event or self.create_recorded_event()
+        store = Store(
+            key, behind, lambda store: context.abort_store(store, self._instance_id)
+        )
+        with self._inflight_lock:
+            self._stores.add(store)
+        store.follow(
+            super().submit_store(
+                _request_id,
+                store,
+                kv_caches,
+                block_ids,
+                BlocksWritten(store),
+                blocks_in_chunk,
+            )
+        )
+        return store
 
     def submit_retrieve(
         self,
@@ -181,17 +183,16 @@ class RblnTransferContext(AsyncEngineDrivenTransferContext):
         context = self.engine_driven_context
         behind = event or self.create_recorded_event()
         blocks = _single_group_block_ids(block_ids)
-        restore = Restore()
+        restore = Restore(key)
 
         def scatter() -> bool:
             expected = len(blocks) // blocks_in_chunk
-            chunks = prepare_retrieve(context, key, self._instance_id, expected)
+            chunks = prepare_retrieve(context, restore, self._instance_id, expected)
             # One that lacks chunks is a miss.
             if chunks is None or len(chunks) != expected:
                 return False
             behind.wait()
-            if not restore.begin_writing():
-                return False
+            restore.begin()
             try:
                 with (
                     _idle_stream(_get_kv_device(kv_caches)) as stream,
@@ -215,9 +216,9 @@ class RblnTransferContext(AsyncEngineDrivenTransferContext):
                 )
                 raise
             except BaseException:
-                restore.end_writing()
+                restore.end()
                 raise
-            restore.end_writing()
+            restore.end()
             return True
 
         with self._inflight_lock:
@@ -225,32 +226,32 @@ class RblnTransferContext(AsyncEngineDrivenTransferContext):
                 restore.abandon()
                 return restore
             self._restores.add(restore)
-            self._restore_executor.submit(self._run, restore, context, key, scatter)
+            self._restore_executor.submit(self._run, restore, context, scatter)
         return restore
 
     def _run(
         self,
         restore: Restore,
-        context: EngineDrivenContext,
-        key: Any,
+        context: Any,
         scatter: Callable[[], bool],
     ) -> None:
         """Run a restore to its end; whatever fails, the server gets its chunks back."""
-        ok = False
+        ok = asked = False
         try:
-            if restore.query():
-                # Given up. A lookup has locked its chunks; the server may be gone.
-                self._req_client.prepare_retrieve(key, self._instance_id)
-                self._req_client.commit_retrieve(key, self._instance_id).wait(
-                    _GIVE_UP_S
-                )
-                return
             try:
-                ok = scatter()
+                asked = not restore.query()
+                ok = asked and scatter()
+            except GivenUp:
+                logger.warning("A restore was given up: its server is lost")
             except Exception:
                 logger.exception("Failed to restore chunks")
-            if not context.commit_retrieve(key, self._instance_id):
+            if not context.commit_retrieve(restore, self._instance_id):
                 logger.error("The server did not take restored chunks back in time")
+        except GivenUp:
+            # A lookup has locked its chunks, and requests are handled in order.
+            if not asked:
+                self._req_client.prepare_retrieve(restore.key, self._instance_id)
+            self._req_client.commit_retrieve(restore.key, self._instance_id)
         except Exception:
             logger.exception("Failed to give restored chunks back")
         finally:
@@ -267,3 +268,18 @@ class RblnTransferContext(AsyncEngineDrivenTransferContext):
             restore.abandon()
         self._restore_executor.shutdown()
         super()._drain()
+
+    def give_up(self) -> None:
+        """Give everything up, as the server is lost, and close what it had shared.
+
+        Returns when nothing reads or writes blocks any more; the server is not waited
+        for.
+        """
+        with self._inflight_lock:
+            self._is_closing = True
+            stores = list(self._stores)
+        for store in stores:
+            store.abandon()
+        self._drain()
+        if self._engine_driven_context is not None:
+            self._engine_driven_context.close()
