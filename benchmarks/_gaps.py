@@ -23,6 +23,7 @@ from tests.support.serving.servers import (
     CacheServerConfig,
     Engine,
     EngineConfig,
+    serving,
 )
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -124,17 +125,8 @@ def measure(runtime: Runtime, blocks: int, tokens: int, folder: Path) -> list[Ga
             folder / "logs",
             name=f"vllm-serve-gaps-{len(found)}",
         )
-        cache.start()
-        try:
-            cache.wait_ready()
-            engine.start()
-            try:
-                engine.wait_ready()
-                answer, gaps = _decode(cache, engine, kind, blocks, tokens)
-            finally:
-                engine.stop()
-        finally:
-            cache.stop()
+        with serving(cache, engine):
+            answer, gaps = _decode(cache, engine, kind, blocks, tokens)
         answers.add(answer)
         found += gaps if not found else gaps[1:]
     if len(answers) != 1:

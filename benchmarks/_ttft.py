@@ -20,6 +20,7 @@ from tests.support.serving.servers import (
     CacheServerConfig,
     Engine,
     EngineConfig,
+    serving,
 )
 
 #: Tokens per block and per chunk.
@@ -104,17 +105,8 @@ def measure(
         environment,
         folder / "logs",
     )
-    cache.start()
-    try:
-        cache.wait_ready()
-        engine.start()
-        try:
-            engine.wait_ready()
-            return [_length(cache, engine, n, prompts) for n in lengths]
-        finally:
-            engine.stop()
-    finally:
-        cache.stop()
+    with serving(cache, engine):
+        return [_length(cache, engine, n, prompts) for n in lengths]
 
 
 def _length(

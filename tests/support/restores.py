@@ -16,6 +16,7 @@ import threading
 
 # Third Party
 from kv_reference import (
+    LAYOUTS,
     Case,
     Layout,
     assert_same_bytes,
@@ -41,6 +42,14 @@ BLOCK, CHUNK = 16, 32
 TO = [7, 0, 3, 8]
 #: Nothing that is awaited takes longer, unless it never comes.
 SOON_S = 120.0
+#: Arguments of :class:`Worker`: each layout over both transports.
+WORKERS = [(layout, shm) for layout in LAYOUTS for shm in (True, False)]
+
+
+def name_of(worker: tuple[Layout, bool]) -> str:
+    """Name one of ``WORKERS`` in the name of a test."""
+    layout, shm = worker
+    return f"{layout}-{'SHM' if shm else 'pickle'}"
 
 
 def answered(value: Any) -> MessagingFuture[Any]:

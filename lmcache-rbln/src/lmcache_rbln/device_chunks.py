@@ -17,6 +17,7 @@ paged cache                 chunk of n blocks              name
 from __future__ import annotations
 
 # Standard
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 # Third Party
@@ -56,6 +57,18 @@ class DeviceChunk(Protocol):
 
     def retire(self) -> None:
         """Let nobody use the memory again: copies on it may be under way for ever."""
+
+
+def retire_if_in_flight(error: BaseException, chunks: Sequence[DeviceChunk]) -> None:
+    """Retire chunks whose copies may not have ended.
+
+    Args:
+        error: What the copies ended with. An interrupt may hide that they go on.
+        chunks: The chunks.
+    """
+    if isinstance(error, StillInFlightError) or not isinstance(error, Exception):
+        for chunk in chunks:
+            chunk.retire()
 
 
 @torch.inference_mode()
@@ -104,10 +117,7 @@ def move_on_device(
             [chunk.skip_blocks for chunk in chunks],
         )
     except BaseException as error:
-        # An interrupt may hide that copies are under way.
-        if isinstance(error, StillInFlightError) or not isinstance(error, Exception):
-            for obj in objs:
-                obj.retire()
+        retire_if_in_flight(error, objs)
         raise
     if gathers:
         for obj, tensor in zip(objs, tensors, strict=True):

@@ -28,6 +28,15 @@ BROKEN_PLUGIN = {
 }
 
 
+def start_and_end(engine: InProcessEngine, how: str) -> None:
+    """Start an engine that ends by itself, and look at how it does."""
+    try:
+        with pytest.raises(ServerFailedError, match=how):
+            engine.start()
+    finally:
+        engine.stop()
+
+
 def test_a_tier_that_cannot_be_made(
     runtime: Runtime, tmp_path: Path, engines: EnginePool
 ) -> None:
@@ -35,11 +44,7 @@ def test_a_tier_that_cannot_be_made(
     engines.stop()  # an NPU has one owner
     config = replace(CONFIGS["small"], name="refused", probe=False)
     refused = InProcessEngine(config, runtime, tmp_path, BROKEN_PLUGIN)
-    try:
-        with pytest.raises(ServerFailedError, match="ended with status"):
-            refused.start()
-    finally:
-        refused.stop()
+    start_and_end(refused, "ended with status")
     assert_logged("broken-plugin", refused.log())
     assert "lmcache_rbln.allow_degraded" in refused.log()
 
@@ -51,11 +56,7 @@ def test_a_start_that_fails_behind_the_registration(
     engines.stop()
     config = replace(CONFIGS["small"], name="failed", probe=False)
     failed = InProcessEngine(config, runtime, tmp_path, {"VLLM_RBLN_COMPILE_ONLY": "1"})
-    try:
-        with pytest.raises(ServerFailedError, match="ended with status"):
-            failed.start()
-    finally:
-        failed.stop()
+    start_and_end(failed, "ended with status")
     assert "KV cache on rbln:0" in failed.log()
     assert "mode='compile_only'" in failed.log()
 
@@ -72,9 +73,5 @@ def test_a_model_of_sliding_windows(
         args=SLIDING_WINDOWS,
     )
     refused = InProcessEngine(config, runtime, tmp_path)
-    try:
-        with pytest.raises(ServerFailedError, match="ended with status 1"):
-            refused.start()
-    finally:
-        refused.stop()
+    start_and_end(refused, "ended with status 1")
     assert_logged_last("windows-in-process", refused.log())

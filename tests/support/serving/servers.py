@@ -2,8 +2,8 @@
 """``lmcache server`` and ``vllm serve``, started as the user page says."""
 
 # Standard
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -383,6 +383,26 @@ class Engine:
         """
         if not self.process.stop():
             raise self.process.failure("did not end on SIGTERM and was killed")
+
+
+@contextmanager
+def serving(cache: CacheServer, engine: Engine) -> Iterator[None]:
+    """Start both servers, the engine when the other one answers; stop them at the end.
+
+    Raises:
+        ServerFailedError: If one does not start, or does not stop as it should.
+    """
+    cache.start()
+    try:
+        cache.wait_ready()
+        engine.start()
+        try:
+            engine.wait_ready()
+            yield
+        finally:
+            engine.stop()
+    finally:
+        cache.stop()
 
 
 def transport_of(engine_log: str) -> str | None:

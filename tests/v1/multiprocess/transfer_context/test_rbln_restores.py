@@ -12,8 +12,8 @@ from unittest import mock
 import threading
 
 # Third Party
-from kv_reference import LAYOUTS, as_bytes
-from restores import SOON_S, TO, Gate, Worker, answered
+from kv_reference import as_bytes
+from restores import SOON_S, TO, WORKERS, Gate, Worker, answered, name_of
 import pytest
 import torch
 
@@ -34,10 +34,7 @@ OTHERS = [1, 2, 4, 5]
 SUPPORT = Path(__file__).parents[3] / "support"
 
 
-@pytest.fixture(
-    params=[(layout, shm) for layout in LAYOUTS for shm in (True, False)],
-    ids=lambda given: f"{given[0]}-{'SHM' if given[1] else 'pickle'}",
-)
+@pytest.fixture(params=WORKERS, ids=name_of)
 def worker(request: pytest.FixtureRequest) -> Iterator[Worker]:
     made = Worker(*request.param)
     yield made

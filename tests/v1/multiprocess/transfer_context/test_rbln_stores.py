@@ -10,8 +10,9 @@ from typing import Any
 import threading
 
 # Third Party
-from kv_reference import LAYOUTS, as_bytes, assert_same_bytes, move
-from restores import CHUNK, SOON_S, TO, Gate, Server, Worker, answered
+from kv_reference import as_bytes, assert_same_bytes, move
+from restores import CHUNK, SOON_S, TO, WORKERS, Gate, Server, Worker
+from restores import answered, name_of
 import pytest
 import torch
 
@@ -28,10 +29,7 @@ STORED: tuple[set[str], set[str], set[int]] = ({"a"}, set(), set())
 STORE_THREADS = async_engine_driven.DEFAULT_ENGINE_DRIVEN_COMMIT_WORKERS
 
 
-@pytest.fixture(
-    params=[(layout, shm) for layout in LAYOUTS for shm in (True, False)],
-    ids=lambda given: f"{given[0]}-{'SHM' if given[1] else 'pickle'}",
-)
+@pytest.fixture(params=WORKERS, ids=name_of)
 def worker(request: pytest.FixtureRequest) -> Iterator[Worker]:
     made = Worker(*request.param)
     yield made

@@ -26,6 +26,7 @@ from lmcache.lmcache_native import EngineKVFormat, TransferDirection
 from lmcache.v1.platform import resolve_device_ops
 from lmcache.v1.platform.devices.rbln.block_transfer import StillInFlightError
 from lmcache.v1.platform.ops_types import PageBufferShapeDesc
+from lmcache_rbln.device_chunks import retire_if_in_flight
 
 # Local
 from .device import ALIGNMENT, RDSDevice, RDSError, Region, aligned
@@ -248,10 +249,5 @@ class ChunkIO:
                     0,
                 )
         except BaseException as error:
-            # An interrupt may hide that copies are under way.
-            if isinstance(error, StillInFlightError) or not isinstance(
-                error, Exception
-            ):
-                for obj in objs:
-                    obj.retire()
+            retire_if_in_flight(error, objs)
             raise
