@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The private names of LMCache that the connector needs, all of them.
 
-They have no public counterpart in LMCache 0.5.6; ``test_private_names.py`` looks for
+They have no public counterpart in LMCache 0.5.6; ``test_interface.py`` looks for
 each in the installed one, and for others in the rest of the package.
 """
 
