@@ -9,6 +9,7 @@
 #                second release of LMCache that upstream.toml pins
 #   make setup-next   make .venv-next: that release in front of the packages of .venv
 #   make test-next    run its tests there
+#   make test-upstream   LMCache's own tests over our wheel, in about five minutes
 #   make bump VERSION=X.Y.Z   move to another release of LMCache, see docs/bump.md
 #   make clean   remove what builds made; .venv stays (make distclean removes it too)
 
@@ -32,7 +33,7 @@ PYTHON_SOURCES := $(wildcard setup.py conftest.py setup_extensions dev tools lmc
     sim lmcache-rbln examples benchmarks tests .buildkite)
 CXX_SOURCES = $(shell git ls-files '*.cc' '*.cpp' '*.h')
 
-.PHONY: setup setup-next test-next help demo bench bump test test-serving test-others test-native lint wheel clean distclean
+.PHONY: setup setup-next test-next test-upstream help demo bench bump test test-serving test-others test-native lint wheel clean distclean
 
 setup:
 	@LMCACHE= $(PYTHON) dev/setup_env.py
@@ -64,13 +65,17 @@ test-next: setup-next
 	.venv-next/bin/python -m pytest $(NEXT_TESTS) --runtime sim \
 	    -k 'not ((test_rbln_restores or test_rbln_stores) and pickle)' $(PYTEST_ARGS)
 
+test-upstream: setup
+	$(BIN)/python -m tests.upstream.suites
+
 test-serving:
 	$(BIN)/python -m pytest $(SERVING_TESTS) $(PYTEST_ARGS)
 
-# All of a part runs, whatever fails first.
+# All of a part runs, whatever fails first. What the sanitizers run is what `make -C sim
+# test` runs; the optimized library is under all other tests.
 test-native:
 	@status=0; \
-	$(MAKE) -C sim test test-asan test-tsan || status=1; \
+	$(MAKE) -C sim test-asan test-tsan || status=1; \
 	$(MAKE) -C csrc/kv_transpose test test-asan test-tsan test-portable || status=1; \
 	exit $$status
 

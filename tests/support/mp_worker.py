@@ -13,6 +13,8 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 import json
+import os
+import signal
 import sys
 import threading
 import time
@@ -38,6 +40,8 @@ SHAPE = (12, 2, 2, 1, BLOCK, 16)
 TOKENS = list(range(100, 100 + 2 * CHUNK))
 FROM, TO = [7, 0, 3, 8], [1, 10, 5, 2]
 TIMEOUT_S = 120.0
+#: None comes by itself, see ``heartbeat``.
+HEARTBEAT_S = 3600.0
 
 
 class Worker:
@@ -63,7 +67,12 @@ class Worker:
             n_servers=1,
         )
         self.adapter = LMCacheMPWorkerAdapter(
-            f"tcp://127.0.0.1:{port}", zmq.Context.instance(), "model", BLOCK, alone
+            f"tcp://127.0.0.1:{port}",
+            zmq.Context.instance(),
+            "model",
+            BLOCK,
+            alone,
+            heartbeat_interval=HEARTBEAT_S,
         )
         self.adapter.register_kv_caches(caches, layout_hints={})
 
@@ -142,6 +151,31 @@ class Worker:
             self._key(name, tokens=TOKENS[::-1]), self.adapter.instance_id
         ).result(60)
         return len(prepared.context.get("slots", []))
+
+    def forgotten(self) -> None:
+        """Let the server forget the worker, as a new one does not know it."""
+        self.adapter.req_client.unregister_kv_cache_engine_driven_context(
+            self.adapter.instance_id
+        ).result(TIMEOUT_S)
+
+    def store_without_an_answer(self, name: str) -> bool:
+        """Submit a store; returns whether it has ended."""
+        event = self.adapter.create_recorded_event()
+        self.adapter.submit_store_request(name, self._op(FROM), event)
+        return bool(self.adapter.store_futures[name].query())
+
+    def heartbeat(self, name: str) -> list[Any]:
+        """Have a heartbeat; returns a store's result, and what vLLM is told of it."""
+        heartbeat = self.adapter._heartbeat
+        assert heartbeat is not None
+        heartbeat._execute()
+        result = self.adapter.store_futures[name].result(TIMEOUT_S)
+        finished, _ = self.adapter.get_finished({name})
+        return [result, sorted(finished or ())]
+
+    def without(self, pid: str) -> None:
+        """Kill the server."""
+        os.kill(int(pid), signal.SIGKILL)
 
     def _op(self, block_ids: list[int]) -> LoadStoreOp:
         return LoadStoreOp(as_handed_over(TOKENS), [block_ids], 0, len(TOKENS))

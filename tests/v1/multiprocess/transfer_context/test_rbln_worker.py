@@ -110,6 +110,34 @@ def test_failures_reach_vllm_and_leave_nothing_behind(
     server.wait_stored(2)
 
 
+def test_a_server_that_is_new_is_registered_with(
+    server: CacheServer, tmp_path: Path
+) -> None:
+    """At the next heartbeat, though every heartbeat was answered."""
+    server.clear()
+    steps: list[tuple[list[str], Any]] = [
+        (["store", "a"], True),
+        (["forgotten"], None),
+        (["store_without_an_answer", "b"], False),
+        # vLLM gets its blocks back.
+        (["heartbeat", "b"], [False, ["b"]]),
+        (["found", "c"], 2),
+        (["retrieve", "c"], {"finished": ["c"], "failed": []}),
+        (["is_exact"], True),
+    ]
+    done = work(server, tmp_path, *(step for step, _ in steps))
+    assert results(done) == [wanted for _, wanted in steps], done.stderr
+    assert done.stderr.count("Finished re-registering") == 1
+
+
+def test_a_worker_does_not_wait_for_a_server_that_is_gone(tmp_path: Path) -> None:
+    with running(tmp_path / "server", True) as server:
+        steps = [["store", "a"], ["without", str(server.process.pid)]]
+        done = work(server, tmp_path, *steps)
+    assert results(done) == [True, None]
+    assert "it is not waited for" in done.stderr, done.stderr
+
+
 def test_loads_of_one_prompt_leave_nothing_locked(
     server: CacheServer, tmp_path: Path
 ) -> None:
