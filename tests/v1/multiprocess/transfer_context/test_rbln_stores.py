@@ -20,6 +20,8 @@ import torch
 from lmcache.v1.multiprocess.custom_types import RegisterEngineDrivenContextResponse
 from lmcache.v1.multiprocess.transfer_context import async_engine_driven
 from lmcache.v1.multiprocess.transfer_context.shm import ABORT_STORE
+from lmcache.v1.platform.devices.rbln import staging
+from lmcache.v1.platform.devices.rbln.block_transfer import StillInFlightError
 
 pytestmark = [pytest.mark.npu, pytest.mark.deferred]
 pytest_plugins = ["rbln_sim.pytest_plugin"]
@@ -105,6 +107,29 @@ def test_blocks_that_are_read_are_not_given_away(worker: Worker, gate: Gate) -> 
     come_back(worker)
     assert worker.server.commits == aborts(worker, 1)
     assert_stores(worker)
+
+
+def test_what_copies_may_still_write_to_is_nobody_elses(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the slots of the server, nor the memory of what is sent."""
+    written: list[int] = []
+
+    def fail(*_: Any, out: list[torch.Tensor], **__: Any) -> None:
+        written.extend(chunk.data_ptr() for chunk in out)
+        raise StillInFlightError("planted")
+
+    with monkeypatch.context() as planted:
+        planted.setattr(async_engine_driven, "gather_paged_kv_to_cpu", fail)
+        planted.setattr(staging.StagingArena, "in_use", lambda _: (0, 1))
+        assert worker.store("a").result(SOON_S) is False
+        context: Any = worker.adapter.transfer_ctx
+        context._commit_executor.submit(int).result(SOON_S)
+    assert worker.reports("a") == STORED
+    assert worker.server.commits == []
+    assert len(written) == 2
+    kept = [chunk for pool in context._staging_pool.values() for chunk in pool]
+    assert not {chunk.data_ptr() for chunk in kept} & set(written)
 
 
 def test_a_new_server_gets_no_slots_that_nothing_was_written_to(

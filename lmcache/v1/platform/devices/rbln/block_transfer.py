@@ -69,7 +69,7 @@ def transfer(plan: Any) -> None:
     has_parts = max(PART_BYTES, plan.largest_bytes) <= staging.BUFFER_BYTES // 2
     buffers = 1 if has_parts else 2
     want = 0 if in_place else COLLECTED_BUFFERS if may_collect else buffers
-    lease = Lease(device, want)
+    lease = Lease(device, want, plan)
     arena = staging.arena()
     try:
         arena.acquire(lease)

@@ -83,6 +83,7 @@ class Lease:
         device: Device of the transfer.
         want: Buffers that it can use; 0 if it needs a stream only. More than one only
             if free right now.
+        plan: Keeps what is copied alive as long as the lease.
 
     Attributes:
         lane: The lane, once it is granted.
@@ -91,9 +92,10 @@ class Lease:
         ended: Whether the transfer is over.
     """
 
-    def __init__(self, device: torch.device, want: int) -> None:
+    def __init__(self, device: torch.device, want: int, plan: Any = None) -> None:
         self.device = device
         self.want = want
+        self.plan = plan
         self.lane: Lane | None = None
         # Of the arena's buffers.
         self.indices: list[int] = []

@@ -36,7 +36,7 @@ from lmcache.v1.multiprocess.transfer_context.worker_transfer import (
 from lmcache.v1.multiprocess.transport.base import RequestClient
 from lmcache.v1.platform.devices.rbln.block_transfer import StillInFlightError
 from lmcache.v1.platform.devices.rbln.lmcache_release import prepare_retrieve
-from lmcache.v1.platform.devices.rbln.staging import torch_rbln
+from lmcache.v1.platform.devices.rbln.staging import arena, torch_rbln
 from lmcache.v1.platform.devices.rbln.transfers import (
     BlocksWritten,
     GivenUp,
@@ -150,6 +150,11 @@ class RblnTransferContext(AsyncEngineDrivenTransferContext):
             )
         )
         return store
+
+    def _release_staging(self, chunks: list[torch.Tensor]) -> None:
+        """Keep chunks for later stores, unless copies may still write to them."""
+        if not arena().in_use()[1]:
+            super()._release_staging(chunks)
 
     def submit_retrieve(
         self,

@@ -7,12 +7,14 @@ from __future__ import annotations
 # Standard
 from collections.abc import Callable
 from typing import Any
+import sys
 import threading
 
 # First Party
 from lmcache.v1.multiprocess.futures import MessagingFuture
 from lmcache.v1.multiprocess.transfer_context.shm import ABORT_STORE
 from lmcache.v1.multiprocess.transport.base import RequestClient
+from lmcache.v1.platform.devices.rbln.block_transfer import StillInFlightError
 
 
 class GivenUp(RuntimeError):
@@ -167,6 +169,9 @@ class Store(Transfer):
     ) -> MessagingFuture[Any] | None:
         """Tell the server that slots are filled, or once that they never will be."""
         if data == ABORT_STORE:
+            if isinstance(sys.exc_info()[1], StillInFlightError):
+                # Its copies may still write to the slots: nobody else gets them.
+                return None
             with self._lock:
                 reserves, self._reserves = self._reserves, False
             if not reserves:

@@ -140,6 +140,9 @@ def test_chunks_that_the_device_may_still_use_are_named(
     with_run(monkeypatch, not_drained)
     with pytest.raises(RuntimeError, match="memory of the chunks. Do not reuse"):
         transfer(case, True, [layer], [chunk], [4, 1], 8)
+    # Nor is it freed, whatever the caller does.
+    [lease] = arena._leases
+    assert lease.plan.in_place
     # Its probe is not in flight any more when its memory goes.
     while arena.in_use() != (0, 0):
         torch.rbln.synchronize(DEVICE)
