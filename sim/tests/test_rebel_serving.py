@@ -3,9 +3,8 @@
 
 # Standard
 import json
-import subprocess
-import sys
 import textwrap
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,16 @@ from typing import Any
 import pytest
 import torch
 
+# First Party
+from tests.support.forked_programs import ForkedPrograms
+from tests.support.serving import tiny_models
+
 pytestmark = [
     pytest.mark.sim,
     pytest.mark.slow,
     pytest.mark.skipif(find_spec("vllm_rbln") is None, reason="needs vllm-rbln"),
 ]
 
-REPO = Path(__file__).resolve().parents[2]
 NEW_TOKENS = 6
 # Around a block (256) and around a chunk of the prefill (128).
 LENGTHS = (300, 256, 257, 127)
@@ -84,10 +86,11 @@ def reference(model: Path) -> list[list[int]]:
     return outputs
 
 
-def make_model(kind: str, folder: Path) -> Path:
-    command = ["-m", "tests.support.serving.tiny_models", kind, str(folder)]
-    subprocess.run([sys.executable, *command], cwd=REPO, check=True)
-    return folder / kind
+@pytest.fixture(scope="module")
+def programs() -> Iterator[ForkedPrograms]:
+    made = ForkedPrograms()
+    yield made
+    made.close()
 
 
 @pytest.mark.parametrize(
@@ -111,8 +114,9 @@ def test_greedy_tokens_are_those_of_transformers(
     engine: dict[str, Any],
     tmp_path: Path,
     rbln_sim_environment: dict[str, str],
+    programs: ForkedPrograms,
 ) -> None:
-    model = make_model(kind, tmp_path)
+    model = tiny_models.make(kind, tmp_path)
     work = {
         "model": str(model),
         "dtype": dtype,
@@ -123,7 +127,8 @@ def test_greedy_tokens_are_those_of_transformers(
         # Sized by the device when dynamic.
         "engine": engine | ({} if dynamic else {"num_gpu_blocks_override": 16}),
     }
-    (tmp_path / "serve.py").write_text(textwrap.dedent(_SERVE))
+    program, log = tmp_path / "offline.py", tmp_path / "log"
+    program.write_text(textwrap.dedent(_SERVE))
     (tmp_path / "work.json").write_text(json.dumps(work))
     settings = {
         "RBLN_SIM_DEVICES": str(engine.get("pipeline_parallel_size", 1)),
@@ -133,16 +138,13 @@ def test_greedy_tokens_are_those_of_transformers(
         "TORCH_RBLN_DISABLE_FALLBACK": "compile_error",
         "VLLM_NO_USAGE_STATS": "1",
     }
-    result = subprocess.run(
-        [sys.executable, "serve.py", "work.json", "result.json"],
-        cwd=tmp_path,
-        env=rbln_sim_environment | settings,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=1200,
+    started = programs.start(
+        [str(program), "work.json", "result.json"],
+        rbln_sim_environment | settings,
+        tmp_path,
+        log,
     )
-    assert result.returncode == 0, result.stdout[-8000:]
+    assert started.wait(1200) == 0, log.read_text()[-8000:]
     served = json.loads((tmp_path / "result.json").read_text())
     assert served["together"] == reference(model)
     assert served["alone"] == served["together"]

@@ -32,7 +32,7 @@ import threading
 from tests.support.serving.processes import Program, start_program
 
 REPO = Path(__file__).resolve().parents[2]
-_PROGRAMS = ("vllm", "lmcache", "offline.py")
+_PROGRAMS = ("vllm", "lmcache", "offline.py", "mp_worker.py")
 #: What decides how vLLM's packages are imported; the rest is read when it is wanted,
 #: or, by LMCache, the simulator and the tests' probes, after the fork.
 _READ_AT_IMPORT = ("PYTHONHASHSEED", "LD_LIBRARY_PATH", "OMP_NUM_THREADS")

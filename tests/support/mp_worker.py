@@ -3,7 +3,7 @@
 
 ``python mp_worker.py PORT STEPS`` does what ``STEPS`` says, a JSON list of
 ``[METHOD, ARGUMENT, ...]`` of :class:`Worker`, and prints what each returned as one
-JSON list. All workers have the same KV in the same blocks.
+JSON list, behind ``[RESULTS]``. All workers have the same KV in the same blocks.
 """
 
 # Future
@@ -198,7 +198,8 @@ def main() -> None:
         synchronous()
         del steps[0]
     worker = Worker(port)
-    print(json.dumps([getattr(worker, name)(*given) for name, *given in steps]))
+    returned = [getattr(worker, name)(*given) for name, *given in steps]
+    print(f"[RESULTS]{json.dumps(returned)}", flush=True)
     # What vLLM does when it stops.
     worker.adapter.shutdown()
 

@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 import json
 import os
-import subprocess
-import sys
 
 # Third Party
 import pytest
@@ -20,6 +18,9 @@ import pytest
 # First Party
 from rbln_sim.pytest_plugin import machine_environment
 from tests.e2e.stack import wait_until
+from tests.e2e.starts import Ended
+from tests.support.forked_programs import ForkedPrograms
+from tests.support.serving import processes
 from tests.support.serving.servers import CacheServer, CacheServerConfig
 
 pytestmark = [pytest.mark.sim, pytest.mark.slow]
@@ -30,6 +31,16 @@ TO = [1, 10, 5, 2]
 #: The first gather and the first scatter; before it each layer is copied to the NPU.
 FAULTS = f"fail:d2h:1,fail:h2d:{LAYERS + 1}"
 TENANTS = ("tenant-A", "tenant-B", "")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forked() -> Iterator[None]:
+    """Fork servers and workers from a process that has vLLM imported."""
+    programs = ForkedPrograms()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processes, "launch", programs.start)
+        yield
+    programs.close()
 
 
 @contextmanager
@@ -63,21 +74,20 @@ def server(
 
 def work(
     server: CacheServer, folder: Path, *steps: list[str], **settings: object
-) -> subprocess.CompletedProcess[str]:
+) -> Ended:
     """Run a worker process to its end."""
-    return subprocess.run(
-        [sys.executable, str(WORKER), str(server.port), json.dumps(steps)],
-        env=machine_environment(folder / "worker", **settings),
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    log = folder / "worker.log"
+    command = [str(WORKER), str(server.port), json.dumps(steps)]
+    env = machine_environment(folder / "worker", **settings)
+    status = processes.launch(command, env, folder, log).wait(600)
+    return Ended(status, log.read_text())
 
 
-def results(done: subprocess.CompletedProcess[str]) -> list[Any]:
+def results(done: Ended) -> list[Any]:
     """What each step returned."""
-    assert done.returncode == 0, done.stderr
-    found: list[Any] = json.loads(done.stdout.splitlines()[-1])
+    assert done.status == 0, done.log
+    [printed] = [line for line in done.log.splitlines() if line.startswith("[RESULTS]")]
+    found: list[Any] = json.loads(printed.removeprefix("[RESULTS]"))
     return found
 
 
@@ -105,7 +115,7 @@ def test_failures_reach_vllm_and_leave_nothing_behind(
     done = work(
         server, tmp_path, *first, *(step for step, _ in steps), faults=FAULTS, seed=1
     )
-    assert results(done) == [wanted for _, wanted in steps], done.stderr
+    assert results(done) == [wanted for _, wanted in steps], done.log
     # What the worker reserved and never filled is there for nobody.
     server.wait_stored(2)
 
@@ -126,8 +136,8 @@ def test_a_server_that_is_new_is_registered_with(
         (["is_exact"], True),
     ]
     done = work(server, tmp_path, *(step for step, _ in steps))
-    assert results(done) == [wanted for _, wanted in steps], done.stderr
-    assert done.stderr.count("Finished re-registering") == 1
+    assert results(done) == [wanted for _, wanted in steps], done.log
+    assert done.log.count("Finished re-registering") == 1
 
 
 def test_a_worker_does_not_wait_for_a_server_that_is_gone(tmp_path: Path) -> None:
@@ -135,7 +145,7 @@ def test_a_worker_does_not_wait_for_a_server_that_is_gone(tmp_path: Path) -> Non
         steps = [["store", "a"], ["without", str(server.process.pid)]]
         done = work(server, tmp_path, *steps)
     assert results(done) == [True, None]
-    assert "it is not waited for" in done.stderr, done.stderr
+    assert "it is not waited for" in done.log, done.log
 
 
 def test_loads_of_one_prompt_leave_nothing_locked(
@@ -146,7 +156,7 @@ def test_loads_of_one_prompt_leave_nothing_locked(
     steps += [["retrieve_together", "b", "c"], ["is_exact"]]
     done = work(server, tmp_path, *steps)
     both = {"finished": ["b", "c"], "failed": []}
-    assert results(done) == [True, 2, 2, both, True], done.stderr
+    assert results(done) == [True, 2, 2, both, True], done.log
     server.wait_stored(2)
 
 
@@ -201,8 +211,8 @@ def test_tenants_stay_apart_after_a_restart_of_the_server(tmp_path: Path) -> Non
 def test_a_server_in_the_wrong_mode_is_named(tmp_path: Path) -> None:
     with running(tmp_path, True, transfer_mode="lmcache_driven") as server:
         done = work(server, tmp_path, ["context"])
-    assert done.returncode == 1
+    assert done.status == 1
     # torch-rbln says afterwards what it leaves to the end of the process.
-    said = [line for line in done.stderr.splitlines() if "rbln_free" not in line]
+    said = [line for line in done.log.splitlines() if "rbln_free" not in line]
     last = [line for line in said if line.strip()][-1]
-    assert "`--supported-transfer-mode engine_driven`" in last, done.stderr
+    assert "`--supported-transfer-mode engine_driven`" in last, done.log
