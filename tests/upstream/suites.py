@@ -4,9 +4,9 @@
     make test-upstream
     .venv/bin/python -m tests.upstream.suites tests/v1/multiprocess -x
 
-The tests come from the release's sdist and run as they are, on the simulated NPU. What
-fails there is listed in ``known_failures.toml`` with its reason; any other failure, and
-one that is listed and passes, fails the run.
+The tests come from the release's sdist and run as they are, on a real NPU or a
+simulated one. What fails there is listed in ``known_failures.toml`` with its reason; any
+other failure, and one that is listed and passes, fails the run.
 """
 
 # Future
@@ -43,19 +43,22 @@ SUITES = (
 LIMIT_S = 600
 
 
+def release() -> str:
+    """Return the installed release of LMCache."""
+    return metadata.version("lmcache").split("+")[0]
+
+
 def sdist() -> Path:
     """Return where the sdist of the installed release is, or would be."""
-    release = metadata.version("lmcache").split("+")[0]
-    kept = ROOT / "build/cache/sdist" / f"lmcache-{release}.tar.gz"
+    kept = ROOT / "build/cache/sdist" / f"lmcache-{release()}.tar.gz"
     return Path(os.environ.get("LMCACHE_SDIST") or kept)
 
 
-def unpack(folder: Path, below: str = "tests") -> Path:
-    """Unpack tests of LMCache.
+def unpack(folder: Path) -> Path:
+    """Unpack LMCache's tests.
 
     Args:
         folder: Where they go.
-        below: Folder of the sdist that is unpacked.
 
     Returns:
         The folder that stands for the root of the sdist.
@@ -64,8 +67,9 @@ def unpack(folder: Path, below: str = "tests") -> Path:
         FileNotFoundError: If there is no sdist.
     """
     with tarfile.open(sdist()) as archive:
-        members = [m for m in archive.getmembers() if f"/{below}/" in m.name]
-        members += [m for m in archive.getmembers() if m.name.endswith("/pytest.ini")]
+        members = [
+            m for m in archive if m.name.split("/")[1:2] in (["tests"], ["pytest.ini"])
+        ]
         archive.extractall(folder, members, filter="data")
     return next(folder.glob("lmcache-*"))
 
@@ -78,8 +82,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not any(word.startswith("tests/") for word in given):
             paths = (path for suite in SUITES for path in sorted(root.glob(suite)))
             given += [str(path.relative_to(root)) for path in paths]
-        env = find_runtime(wanted="sim").env | own_machine(root, devices=2)
+        env = find_runtime().env | own_machine(root, devices=2)
         env["PYTHONHASHSEED"] = "0"
+        env.pop("LMCACHE_DEVICE_BACKEND", None)
         # Their package of tests has our folder's name: only the plugin comes from here.
         env["PYTHONPATH"] = os.pathsep.join(
             [str(Path(__file__).parent), *filter(None, [env.get("PYTHONPATH")])]

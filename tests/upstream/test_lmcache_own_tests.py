@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LMCache's own RBLN tests, taken from the pinned sdist and run as they are.
+"""LMCache's own RBLN tests, and the list of those of its tests that are known to fail.
 
 Only files that use the backend through its public names are run. The others import
 modules or functions of LMCache's own backend, which this one does not have.
@@ -9,19 +9,18 @@ modules or functions of LMCache's own backend, which this one does not have.
 from __future__ import annotations
 
 # Standard
-from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 import ast
-import os
 import subprocess
 import sys
-import tarfile
+import tomllib
 
 # Third Party
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+# First Party
+from tests.upstream import suites
+
 FOLDER = "tests/v1/platform/devices/rbln"
 BACKEND = "lmcache.v1.platform.devices.rbln"
 PUBLIC = {BACKEND, f"{BACKEND}.device_ops"}
@@ -35,19 +34,11 @@ NOT_RUN = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The RBLN tests of the pinned LMCache, outside of this checkout."""
-    given = os.environ.get("LMCACHE_SDIST", "")
-    release = metadata.version("lmcache").split("+")[0]
-    kept = ROOT / "build/cache/sdist" / f"lmcache-{release}.tar.gz"
-    sdist = Path(given) if given else kept
-    if not sdist.is_file():
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the tests of the installed LMCache are, outside of this checkout."""
+    if not suites.sdist().is_file():
         pytest.skip("no LMCache sdist here: `make setup` downloads it")
-    target = tmp_path_factory.mktemp("lmcache")
-    with tarfile.open(sdist) as archive:
-        members = [m for m in archive.getmembers() if f"/{FOLDER}/" in m.name]
-        archive.extractall(target, members, filter="data")
-    yield next(target.glob(f"*/{FOLDER}"))
+    return suites.unpack(tmp_path_factory.mktemp("lmcache"))
 
 
 def internals(path: Path) -> set[str]:
@@ -60,25 +51,18 @@ def internals(path: Path) -> set[str]:
     return {name for name in imported if name.startswith(BACKEND)} - PUBLIC
 
 
-def test_every_file_is_accounted_for(folder: Path) -> None:
-    found = {path.name: internals(path) for path in folder.glob("test_*.py")}
+def test_every_file_is_accounted_for(root: Path) -> None:
+    found = {path.name: internals(path) for path in (root / FOLDER).glob("test_*.py")}
     assert {name for name, modules in found.items() if not modules} == RUN
     assert {name: modules for name, modules in found.items() if modules} == NOT_RUN
 
 
 @pytest.mark.npu
 @pytest.mark.parametrize("name", sorted(RUN))
-def test_it_passes(folder: Path, name: str, tmp_path: Path) -> None:
-    report = folder / f"{name}.xml"
-    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider"]
-    command += ["-c", os.devnull, "--rootdir", str(folder), "--junitxml", str(report)]
-    settings = {k: v for k, v in os.environ.items() if k != "LMCACHE_DEVICE_BACKEND"}
-    # A simulated machine of its own: this process may hold the NPUs of the other one.
-    settings["RBLN_SIM_STATE_DIR"] = str(tmp_path)
+def test_it_passes(name: str, root: Path) -> None:
     run = subprocess.run(
-        [*command, str(folder / name)],
-        env=settings,
-        cwd=folder,
+        [sys.executable, "-m", suites.__name__, f"{FOLDER}/{name}"],
+        cwd=suites.ROOT,
         capture_output=True,
         text=True,
         timeout=1200,
@@ -87,3 +71,16 @@ def test_it_passes(folder: Path, name: str, tmp_path: Path) -> None:
     # A skipped test has shown nothing.
     assert "skipped" not in run.stdout, run.stdout
     assert " passed" in run.stdout
+
+
+def test_what_is_known_to_fail_is_there(root: Path) -> None:
+    path = Path(suites.__file__).with_name("known_failures.toml")
+    listed = tomllib.loads(path.read_text(encoding="utf-8"))[suites.release()]
+    files = {file.relative_to(root).as_posix() for file in root.rglob("test_*.py")}
+    assert set(listed["not_imported"]) <= files
+    for pattern, reason in (listed["fails"] | listed["fails_under_load"]).items():
+        name, _, test = pattern.partition("::")
+        [file] = [f for f in files if f.endswith(name.removeprefix("*"))]
+        function = test.rpartition("::")[2].partition("[")[0].rstrip("*")
+        assert f"def {function}" in (root / file).read_text(encoding="utf-8"), pattern
+        assert reason
