@@ -5,8 +5,8 @@
     .venv/bin/python -m tests.upstream.suites tests/v1/multiprocess -x
 
 The tests come from the release's sdist and run as they are, on a real NPU or a
-simulated one. What fails there is listed in ``known_failures.toml`` with its reason; any
-other failure, and one that is listed and passes, fails the run.
+simulated one. What fails there is listed in ``known_failures.toml`` with its reason;
+any other failure, and one that is listed and passes, fails the run.
 """
 
 # Future
