@@ -24,6 +24,7 @@ import queue
 import runpy
 import selectors
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -265,6 +266,7 @@ def _become(job: dict[str, Any]) -> None:
     # A process that spawns has it before its first child, so it outlives all of them
     # and removes the shared memory of one that is killed.
     resource_tracker.ensure_running()
+    os.register_at_fork(after_in_child=_close_ports)
     sys.argv = job["command"]
     places = job["env"].get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:1] = [
@@ -272,6 +274,22 @@ def _become(job: dict[str, Any]) -> None:
         *(place for place in places if place and place not in sys.path),
     ]
     runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def _close_ports() -> None:
+    """Close what the API's process listens on, in its engine, as a spawned one has it.
+
+    vLLM looks at its end for who else has its port, and fails if that is a zombie.
+    """
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        try:
+            opened = socket.socket(fileno=descriptor)
+        except OSError:  # it is something else
+            continue
+        if opened.family == socket.AF_INET and opened.getsockname()[1]:
+            opened.close()
+        else:
+            opened.detach()
 
 
 if __name__ == "__main__":
