@@ -7,7 +7,6 @@ from concurrent.futures import Future
 from typing import Any, cast
 import asyncio
 import itertools
-import threading
 import time
 
 # Third Party
@@ -15,17 +14,15 @@ import torch
 
 # First Party
 from lmcache.logging import init_logger
-from lmcache.utils import CacheEngineKey, get_size_bytes
+from lmcache.utils import CacheEngineKey
 from lmcache.v1.config import LMCacheEngineConfig
-from lmcache.v1.memory_management import MemoryFormat, MemoryObj
+from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.metadata import LMCacheMetadata
-from lmcache.v1.storage_backend.abstract_backend import AllocatorBackendInterface
 
 # Local
 from .rds.device import RDSDevice, RDSError
-from .rds.metrics import metrics_of
+from .rds.memory import StagingMemory
 from .rds.settings import read_settings
-from .rds.staging import StagingAllocator, all_or_none
 from .rds.store import ChunkStore, OnComplete
 from .rds.threads import DaemonThreads
 
@@ -35,7 +32,7 @@ logger = init_logger(__name__)
 _CLOSE_TIMEOUT_S = 9.0
 
 
-class RDSBackend(AllocatorBackendInterface):
+class RDSBackend(StagingMemory):
     """Keeps KV chunks on the NVMe of Rebellions Direct Storage.
 
     Chunks go from the NPU to the NVMe and back without passing through host memory.
@@ -45,7 +42,8 @@ class RDSBackend(AllocatorBackendInterface):
     Args:
         config: LMCache's configuration; ``rds_*`` in its extra config is for this.
         metadata: LMCache's metadata of the model and the worker.
-        local_cpu_backend: LMCache's CPU tier, which must be off.
+        local_cpu_backend: Not used: the CPU tier is off, which the settings are checked
+            for, and so is all else that this backend can't do.
         loop: LMCache's event loop; nothing here blocks it.
         dst_device: The worker's NPU.
 
@@ -62,26 +60,26 @@ class RDSBackend(AllocatorBackendInterface):
         loop: asyncio.AbstractEventLoop | None = None,
         dst_device: str = "rbln:0",
     ) -> None:
-        super().__init__(dst_device=dst_device)
-        self.settings = settings = read_settings(config.extra_config)
-        _require_usable(config, metadata, local_cpu_backend, torch.device(dst_device))
-        self.config = config
-        self.metadata = metadata
+        settings = read_settings(config.extra_config)
+        if not hasattr(torch.rbln, "Stream"):
+            raise ValueError(
+                "RDSBackend needs streams of the NPU, which this torch-rbln does not "
+                "have; install torch-rbln 0.12.0"
+            )
+        if (groups := metadata.get_num_groups()) != 1:
+            raise ValueError(
+                f"RDSBackend stores one kind of layer, the model has {groups} groups"
+            )
         self.loop = loop
-        self._device = RDSDevice(torch.device(dst_device), settings.numa_node)
-        self._metrics = metrics_of(config, metadata)
-        self._allocator = self.initialize_allocator(config, metadata)
+        device = RDSDevice(torch.device(dst_device), settings.numa_node)
+        super().__init__(device, settings, config, metadata)
         overlapped = settings.overlaps(metadata.world_size)
         self._store = ChunkStore(
-            self._device, self._allocator, self._metrics, settings, overlapped
+            device, self._allocator, self._metrics, settings, overlapped
         )
-        # Until when the store that a thread is putting together may wait.
-        self._waits = threading.local()
         # For what LMCache's event loop must not wait for.
         self._threads = DaemonThreads(2, "rds-reader")
         self._cut_lookups = False
-        # Pinned keys of asynchronous lookups; of the event loop's thread alone.
-        self._prefetched: dict[str, list[CacheEngineKey]] = {}
         if settings.checksum == "header":
             logger.warning(
                 "rds_checksum=header: bit errors in a chunk's payload are not found"
@@ -100,78 +98,6 @@ class RDSBackend(AllocatorBackendInterface):
 
     def __str__(self) -> str:
         return self.__class__.__name__
-
-    # ---- memory ---------------------------------------------------------------------
-
-    def initialize_allocator(
-        self, config: LMCacheEngineConfig, metadata: LMCacheMetadata
-    ) -> StagingAllocator:
-        """Make the device staging memory for full chunks of the model."""
-        chunk_bytes = get_size_bytes(metadata.get_shapes(), metadata.get_dtypes())
-        return StagingAllocator(self._device, self.settings.buffer_bytes, chunk_bytes)
-
-    def get_memory_allocator(self) -> StagingAllocator:
-        """Return the device staging memory."""
-        return self._allocator
-
-    def get_allocator_backend(self) -> "RDSBackend":
-        """Return this backend: it allocates for itself."""
-        return self
-
-    def allocate(
-        self,
-        shapes: torch.Size | list[torch.Size],
-        dtypes: torch.dtype | list[torch.dtype],
-        fmt: MemoryFormat | None = MemoryFormat.KV_2LTD,
-        eviction: bool = True,
-        busy_loop: bool = True,
-    ) -> MemoryObj | None:
-        """Take staging memory for a chunk.
-
-        While writes are under way their memory comes back, so it is waited for, at most
-        ``rds_wait_timeout`` from the first chunk of a store on: LMCache asks for one
-        after the other, in one thread, and hands them over together.
-
-        Args:
-            shapes: Of the tensors in the chunk.
-            dtypes: Of the tensors in the chunk.
-            fmt: LMCache's format; ``None`` means KV_2LTD.
-            eviction: Not used: what is stored holds no staging memory.
-            busy_loop: Not used: the wait is bounded in any case.
-
-        Returns:
-            The object with one reference, or ``None``: nothing more is to be stored.
-        """
-        now = time.monotonic()
-        end = getattr(self._waits, "end", now)
-        if end <= now:
-            end = self._waits.end = now + self.settings.wait_timeout
-        obj = self._allocator.allocate_within(
-            shapes,
-            dtypes,
-            fmt,
-            lambda: end - time.monotonic() if self._store.busy else 0.0,
-        )
-        if obj is None:
-            self._waits.end = now
-            self._metrics["staging_failures"].inc()
-        return obj
-
-    def batched_allocate(
-        self,
-        shapes: torch.Size | list[torch.Size],
-        dtypes: torch.dtype | list[torch.dtype],
-        batch_size: int,
-        fmt: MemoryFormat | None = MemoryFormat.KV_2LTD,
-        eviction: bool = True,
-        busy_loop: bool = True,
-    ) -> list[MemoryObj] | None:
-        """Take staging memory for several chunks, or ``None``."""
-        return all_or_none(lambda: self.allocate(shapes, dtypes, fmt), batch_size)
-
-    def calculate_chunk_budget(self) -> int:
-        """Return how many chunks the staging memory holds."""
-        return self._allocator.usable_slots
 
     # ---- store ----------------------------------------------------------------------
 
@@ -203,7 +129,7 @@ class RDSBackend(AllocatorBackendInterface):
                 overlapped one before it.
         """
         started = time.perf_counter()
-        self._waits.end = 0.0
+        self.end_wait()
         self._store.raise_pending()
         future = self._store.put(keys, objs, on_complete_callback)
         self._store.raise_pending()
@@ -245,13 +171,10 @@ class RDSBackend(AllocatorBackendInterface):
     ) -> int:
         """Count how many keys in a row are stored; in memory, so it never blocks.
 
-        What ``pin`` keeps is let go when the lookup's chunks have been restored:
-        LMCache takes no pin off an asynchronous lookup.
+        Nothing is pinned: LMCache takes no pin off an asynchronous lookup, restores at
+        once, and answers with what was restored.
         """
-        found = self.batched_contains(keys, pin)
-        if pin and found:
-            self._prefetched[lookup_id] = keys[:found]
-        return found
+        return self.batched_contains(keys)
 
     def pin(self, key: CacheEngineKey) -> bool:
         """Keep a key from eviction."""
@@ -320,9 +243,6 @@ class RDSBackend(AllocatorBackendInterface):
                 objs = done.result()
         except RuntimeError:  # closed
             pass
-        finally:
-            for key in self._prefetched.pop(lookup_id, ()):
-                self._store.index.unpin(key)
         prefix = list(itertools.takewhile(lambda obj: obj is not None, objs))
         _let_go(objs[len(prefix) :])
         return cast("list[MemoryObj]", prefix)
@@ -360,46 +280,3 @@ def _let_go(objs: Sequence[MemoryObj | None]) -> None:
     for obj in objs:
         if obj is not None:
             obj.ref_count_down()
-
-
-def _require_usable(
-    config: LMCacheEngineConfig,
-    metadata: LMCacheMetadata,
-    local_cpu_backend: Any,
-    device: torch.device,
-) -> None:
-    """Refuse a configuration or a machine with which this backend can't work."""
-    groups = metadata.get_num_groups()
-    refused = [
-        (
-            metadata.role == "scheduler",
-            "the RDS index is in the worker, the scheduler cannot look it up; set "
-            "enable_scheduler_bypass_lookup to false",
-        ),
-        (
-            config.use_layerwise,
-            "RDSBackend stores whole chunks; set LMCACHE_USE_LAYERWISE=False",
-        ),
-        (
-            local_cpu_backend is not None or config.local_cpu,
-            "RDSBackend works without LMCache's CPU tier; set LMCACHE_LOCAL_CPU=False "
-            "and LMCACHE_MAX_LOCAL_CPU_SIZE=0",
-        ),
-        (
-            device.type != "rbln",
-            f"RDSBackend needs an RBLN NPU, LMCache runs on {device}; set "
-            "LMCACHE_DEVICE_BACKEND=rbln to learn why",
-        ),
-        (
-            not hasattr(torch.rbln, "Stream"),
-            "RDSBackend needs streams of the NPU, which this torch-rbln does not have; "
-            "install torch-rbln 0.12.0",
-        ),
-        (
-            groups != 1,
-            f"RDSBackend stores one kind of layer, the model has {groups} groups",
-        ),
-    ]
-    for wrong, why in refused:
-        if wrong:
-            raise ValueError(why)

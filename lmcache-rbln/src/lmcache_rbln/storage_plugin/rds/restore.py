@@ -47,7 +47,9 @@ class ChunkRestores:
         self._allocator = allocator
         self._metrics = metrics
         self._settings = settings
-        self._lock = threading.Condition()
+        # Entered by itself: between the calls of a condition an interrupt leaks it.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         # The first one that ``rds_failure_policy: raise`` has to raise.
         self._failure: Exception | None = None
 

@@ -68,12 +68,13 @@ class StagedMemoryObj(TensorMemoryObj):
     def __init__(
         self, slot: Slot, metadata: MemoryObjMetadata, parent: "StagingAllocator"
     ) -> None:
-        super().__init__(slot.payload, metadata, parent)
+        # First of all: one whose making is interrupted gives its slot back too.
         self.slot = slot
+        self.retired = False
+        super().__init__(slot.payload, metadata, parent)
         self.layout = TOKEN_MAJOR
         self.block_size = 0
         self.payload_bytes = metadata.get_size()
-        self.retired = False
 
     @property
     def payload(self) -> torch.Tensor:
@@ -120,7 +121,9 @@ class StagingAllocator(MemoryAllocatorInterface):
         self._used = 0
         # Not let go either: their memory is not for others.
         self._retired: list[Slot] = []
-        self._lock = threading.Condition()
+        # Entered by itself: between the calls of a condition an interrupt leaks it.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._closed = False
 
     def allocate(
@@ -167,7 +170,7 @@ class StagingAllocator(MemoryAllocatorInterface):
                 seconds = 0.0 if self._closed else seconds_left()
                 if seconds <= 0:
                     return None
-                self._lock.wait(seconds)
+                self._changed.wait(seconds)
             slot = self._free.popleft()
             metadata = MemoryObjMetadata(
                 shape=shapes[0],
@@ -209,7 +212,7 @@ class StagingAllocator(MemoryAllocatorInterface):
             self._used -= 1
             slots = self._retired if memory_obj.retired else self._free
             slots.append(memory_obj.slot)
-            self._lock.notify_all()
+            self._changed.notify_all()
 
     def batched_free(
         self,
@@ -241,7 +244,7 @@ class StagingAllocator(MemoryAllocatorInterface):
         """Let nobody wait for memory any more."""
         with self._lock:
             self._closed = True
-            self._lock.notify_all()
+            self._changed.notify_all()
 
 
 def all_or_none(

@@ -132,7 +132,7 @@ class ChunkStore(ChunkRestores):
                 self.index.abandon(key)
             with self._lock:
                 self._pending -= 1
-                self._lock.notify_all()
+                self._changed.notify_all()
             # Who waits for staging memory is woken by this, and sees who is busy.
             for _, obj in batch:
                 obj.ref_count_down()
@@ -254,7 +254,7 @@ class ChunkStore(ChunkRestores):
         if self._writer is not None:
             self._writer.close(cancel=False)
         with self._lock:
-            ended = self._lock.wait_for(lambda: not self.busy, seconds)
+            ended = self._changed.wait_for(lambda: not self.busy, seconds)
         if not ended:
             logger.error(
                 "An RDS write has not ended within %.0f s; going on without it",

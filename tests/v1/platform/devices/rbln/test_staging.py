@@ -8,17 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 from unittest.mock import MagicMock
 import itertools
-import linecache
 import os
-import sys
 import threading
 import time
 
 # Third Party
+from interrupts import InterruptAt
 import pytest
 import torch
 
@@ -418,49 +416,6 @@ def test_where_callers_have_every_stream_only_their_current_one_is_avoided(
             assert lease.lane.stream.stream_id != npu.current
 
 
-class InterruptAt:
-    """Raises KeyboardInterrupt at the n-th line of the staging code that runs."""
-
-    def __init__(self, line: int) -> None:
-        self._left = line
-
-    def __call__(self, frame: FrameType, event: str, _: object) -> InterruptAt | None:
-        caller = frame.f_back
-        if (
-            frame.f_code.co_name == "__enter__"
-            and frame.f_code.co_filename == threading.__file__
-            and caller
-            and caller.f_code.co_filename.endswith("rbln/staging.py")
-        ):
-            # Of a lock in Python: behind its last line it is held.
-            self._count(event == "return")
-            return self
-        if not frame.f_code.co_filename.endswith("rbln/staging.py"):
-            return None
-        # Before it releases a lock CPython traces the line, but takes no signal.
-        code = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-        self._count(event == "line" and "lock:" not in code)
-        return self
-
-    def _count(self, here: bool) -> None:
-        self._left -= here
-        if here and self._left == 0:
-            sys.settrace(None)
-            raise KeyboardInterrupt
-
-    def strikes(self, work: Callable[[], None]) -> bool:
-        """Run ``work``; return whether it was interrupted."""
-        before = sys.gettrace()
-        sys.settrace(self)
-        try:
-            work()
-        except KeyboardInterrupt:
-            return True
-        finally:
-            sys.settrace(before)
-        return False
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_capacity_comes_back_after_an_interrupt_anywhere(
     npu: Device, fails: bool
@@ -486,7 +441,7 @@ def test_capacity_comes_back_after_an_interrupt_anywhere(
     # In another thread: the one that was interrupted might have the lock still.
     with ThreadPoolExecutor(1) as executor:
         for line in itertools.count(1):
-            if not InterruptAt(line).strikes(work):
+            if not InterruptAt(line, "rbln/staging.py").strikes(work):
                 break
             struck += 1
             executor.submit(look).result(timeout=LIMIT_S)
