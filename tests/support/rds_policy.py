@@ -52,15 +52,15 @@ class PolicyModel:
         return len(found)
 
     def unpin(self, chunk: Path) -> None:
-        """Take a pin off."""
-        if chunk in self.used and self.pins[chunk]:
-            self.pins[chunk] -= 1
+        """Take a pin off, whatever became of the chunk since it was pinned."""
+        assert self.pins[chunk]
+        self.pins[chunk] -= 1
 
     def remove(self, chunk: Path, force: bool) -> bool:
         """Remove a chunk, a pinned one only by force."""
         if chunk not in self.used or (self.pins[chunk] and not force):
             return False
-        self._drop(chunk)
+        del self.used[chunk]
         return True
 
     def store(self, chunks: Sequence[Path], fails: bool) -> None:
@@ -72,7 +72,7 @@ class PolicyModel:
                 victim = self._victim(chunk, new)
                 if victim is None:
                     break
-                self._drop(victim)
+                del self.used[victim]
             placed.append(chunk)
         self.unplaced += len(new) - len(placed)
         if fails:
@@ -103,7 +103,3 @@ class PolicyModel:
         for chunk in prompt_of(chunks[-1]) if chunks else ():
             if chunk in self.used:
                 self.used[chunk] = self._now
-
-    def _drop(self, chunk: Path) -> None:
-        del self.used[chunk]
-        self.pins.pop(chunk, None)

@@ -194,7 +194,7 @@ class Run:
     def unpin(self, request: Request) -> None:
         for chunk, key in zip(request.pinned, keys_of(request.pinned), strict=True):
             self.model.unpin(chunk)
-            self.prompts.backend.unpin(key)
+            assert self.prompts.backend.unpin(key)
         request.pinned = []
 
     def store(self, request: Request) -> None:
@@ -235,9 +235,8 @@ class Run:
             self.look_up()
         index = self.prompts.backend._store.index
         assert set(index._entries) == set(keys_of(self.model.used))
-        pins = {key: entry.pins for key, entry in index._entries.items()}
-        for chunk, key in zip(self.model.used, keys_of(self.model.used), strict=True):
-            assert pins[key] == self.model.pins[chunk]
+        pins = +self.model.pins
+        assert index._pins == dict(zip(keys_of(pins), pins.values(), strict=True))
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -7,28 +7,25 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 import threading
-import uuid
 
 # Third Party
+from one_worker import CHUNK, PagedKV, engine_of
 import pytest
 import torch
 
 # First Party
 from lmcache.v1.config import LMCacheEngineConfig
-from lmcache.v1.metadata import LMCacheMetadata
 from lmcache.v1.storage_backend.connector.fs_connector import FSConnector
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 from lmcache.v1.storage_backend.remote_backend import RemoteBackend
 from lmcache.v1.storage_backend import storage_manager
-from lmcache_rbln._lmcache import LMCacheEngineBuilder
 
 pytestmark = pytest.mark.npu
 
-CHUNK = 16
 LAYERS, HIDDEN = 2, 8
 
 
-class PagedKV:
+class Filled(PagedKV):
     """Fills every chunk with one number."""
 
     def batched_from_gpu(self, objs: list[Any], *_: Any, **__: Any) -> None:
@@ -69,37 +66,9 @@ def test_a_write_under_way_is_ended_before_the_cpu_tier_is_closed(
     monkeypatch.setattr(FSConnector, "put", slow_put)
     monkeypatch.setattr(RemoteBackend, "close", announced_close)
     monkeypatch.setattr(LocalCPUBackend, "close", noted_close)
-    name = uuid.uuid4().hex
-    device: Any = PagedKV()
-    engine = LMCacheEngineBuilder.get_or_create(
-        name,
-        LMCacheEngineConfig.from_defaults(
-            chunk_size=CHUNK,
-            max_local_cpu_size=0.01,
-            remote_url=f"fs://host:0/{tmp_path}",
-            pre_caching_hash_algorithm="sha256_cbor",
-        ),
-        LMCacheMetadata(
-            model_name="m",
-            world_size=1,
-            local_world_size=1,
-            worker_id=0,
-            local_worker_id=0,
-            kv_dtype=torch.float32,
-            kv_shape=(LAYERS, 1, CHUNK, 1, HIDDEN),
-            role="worker",
-            chunk_size=CHUNK,
-        ),
-        device,
-        lambda tensor, source: None,
-        lambda value, source: value,
-    )
-    engine.post_init()
-    try:
-        engine.store(list(range(CHUNK)), req_id="r")
+    with engine_of(Filled(), LAYERS, HIDDEN, remote_url=f"fs://host:0/{tmp_path}") as e:
+        e.store(list(range(CHUNK)), req_id="r")
         assert begun.wait(300)
-    finally:
-        LMCacheEngineBuilder.destroy(name)
     assert when == ["copied", "closed"]
     [file] = tmp_path.glob("*.data")
     wanted = torch.full((LAYERS, CHUNK, HIDDEN), 1.5).numpy().tobytes()

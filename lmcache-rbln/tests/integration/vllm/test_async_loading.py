@@ -9,82 +9,47 @@ from types import SimpleNamespace
 from typing import Any
 import queue
 import threading
-import uuid
 
 # Third Party
+from one_worker import CHUNK, PagedKV, engine_of
 import pytest
 import torch
 
 # First Party
-from lmcache.v1.config import LMCacheEngineConfig
-from lmcache.v1.metadata import LMCacheMetadata
-from lmcache_rbln._lmcache import LMCacheEngineBuilder, in_process
+from lmcache_rbln._lmcache import in_process
 
 pytestmark = pytest.mark.npu
 
 LMCacheAsyncLookupClient = in_process(
     "v1.lookup_client.lmcache_async_lookup_client"
 ).LMCacheAsyncLookupClient
-CHUNK = 16
 PROMPT = list(range(CHUNK))
 OTHER = list(range(100, 100 + CHUNK))
 
 
-class PagedKV:
+class Numbers(PagedKV):
     """Stores a number in each chunk, and notes the numbers that it loads."""
 
     def __init__(self) -> None:
         self.loaded: list[float] = []
 
-    def batched_from_gpu(
-        self, objs: list[Any], *_: Any, fill: float, **__: Any
-    ) -> None:
+    def batched_from_gpu(self, objs: list[Any], *_: Any, **about: Any) -> None:
         for obj in objs:
-            obj.tensor.fill_(fill)
+            obj.tensor.fill_(about["fill"])
 
     def batched_to_gpu(self, objs: list[Any], *_: Any, **__: Any) -> None:
         self.loaded += [float(obj.tensor.flatten()[0]) for obj in objs]
 
-    def initialize_kvcaches_ptr(self, **_: Any) -> None:
-        pass
-
 
 def test_a_chunk_is_loaded_again_and_again() -> None:
     """LMCache 0.5.6 released it twice; then its memory was another chunk's."""
-    config = LMCacheEngineConfig.from_defaults(
-        chunk_size=CHUNK,
-        max_local_cpu_size=0.01,
-        enable_async_loading=True,
-        pre_caching_hash_algorithm="sha256_cbor",
-    )
-    metadata = LMCacheMetadata(
-        model_name="m",
-        world_size=1,
-        local_world_size=1,
-        worker_id=0,
-        local_worker_id=0,
-        kv_dtype=torch.float32,
-        kv_shape=(1, 1, CHUNK, 1, 1),
-        role="worker",
-        chunk_size=CHUNK,
-    )
-    device: Any = PagedKV()
-    name = uuid.uuid4().hex
-    engine = LMCacheEngineBuilder.get_or_create(
-        name,
-        config,
-        metadata,
-        device,
-        lambda tensor, source: None,
-        lambda value, source: value,
-    )
+    device = Numbers()
     answers: queue.SimpleQueue[int] = queue.SimpleQueue()
-    server: Any = SimpleNamespace(
+    server = SimpleNamespace(
         send_response_to_scheduler=lambda _, tokens: answers.put(tokens),
         close=lambda: None,
     )
-    engine.post_init(async_lookup_server=server)
-    try:
+    with engine_of(device, lookup_server=server, enable_async_loading=True) as engine:
         engine.store(PROMPT, fill=1.0, req_id="stored")
         for turn in range(3):
             request = f"request {turn}"
@@ -95,9 +60,7 @@ def test_a_chunk_is_loaded_again_and_again() -> None:
             # As behind every step.
             engine.lookup_unpin(request)
             engine.store(OTHER, fill=2.0, req_id=f"other {turn}")
-        assert device.loaded == [1.0] * 3
-    finally:
-        LMCacheEngineBuilder.destroy(name)
+    assert device.loaded == [1.0] * 3
 
 
 def test_an_aborted_request_is_remembered_until_its_lookup_has_ended() -> None:

@@ -6,26 +6,29 @@ from __future__ import annotations
 
 # Standard
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-import time
 import uuid
 
 # Third Party
+from one_worker import CHUNK, PagedKV, engine_of
 import pytest
 import torch
 
+# First Party
+from lmcache_rbln._lmcache import LMCacheEngine, in_process
+
 pytestmark = pytest.mark.npu
 
-CHUNK = 16
 PROMPT = list(range(100, 100 + 2 * CHUNK + 5))
 WHOLE = 2 * CHUNK
 TENANTS = ("tenant-A", "tenant-B", None)
 
 
-class PagedKV:
-    """A paged KV cache of one number per token, where LMCache expects a device."""
+class Line(PagedKV):
+    """A paged KV cache of one number per token."""
 
     def __init__(self) -> None:
         self.kv = torch.zeros(len(PROMPT))
@@ -42,52 +45,17 @@ class PagedKV:
         for obj, start, end in zip(objs, starts, ends, strict=True):
             self.kv[start:end] = obj.tensor[0, 0, :, 0]
 
-    def initialize_kvcaches_ptr(self, **_: Any) -> None:
-        pass
-
 
 class Tier:
     """LMCache's engine with a lookup client, as scheduler and worker have them."""
 
-    def __init__(self, **settings: Any) -> None:
-        # First Party
-        from lmcache.v1.config import LMCacheEngineConfig
-        from lmcache.v1.metadata import LMCacheMetadata
-        from lmcache_rbln._lmcache import LMCacheEngineBuilder, in_process
-
-        read = LMCacheEngineConfig.from_env()
-        config = LMCacheEngineConfig.from_defaults(
-            chunk_size=CHUNK,
-            max_local_cpu_size=0.01,
-            save_unfull_chunk=False,
-            pre_caching_hash_algorithm=read.pre_caching_hash_algorithm,
-            **settings,
+    def __init__(self, engine: LMCacheEngine, device: Line) -> None:
+        self.engine = engine
+        self.device = device
+        client = in_process("v1.lookup_client.lmcache_lookup_client_bypass")
+        self.client = client.LMCacheBypassLookupClient(
+            engine.config, engine.metadata, engine
         )
-        metadata = LMCacheMetadata(
-            model_name="m",
-            world_size=1,
-            local_world_size=1,
-            worker_id=0,
-            local_worker_id=0,
-            kv_dtype=torch.float32,
-            kv_shape=(1, 1, CHUNK, 1, 1),
-            role="worker",
-            chunk_size=CHUNK,
-        )
-        self.name = uuid.uuid4().hex
-        self.device: Any = PagedKV()
-        self.engine = LMCacheEngineBuilder.get_or_create(
-            self.name,
-            config,
-            metadata,
-            self.device,  # type: ignore[arg-type]
-            lambda tensor, source: None,
-            lambda value, source: value,
-        )
-        self.engine.post_init()
-        self.client = in_process(
-            "v1.lookup_client.lmcache_lookup_client_bypass"
-        ).LMCacheBypassLookupClient(config, metadata, self.engine)
 
     def ask(self, salt: str | None, value: float) -> int:
         """Answer the prompt for a tenant; returns the tokens that were found.
@@ -120,24 +88,24 @@ class Tier:
         self.engine.store(PROMPT, request_configs=terms.configs(), req_id=request)
         return found
 
-    def close(self) -> None:
-        # First Party
-        from lmcache_rbln._lmcache import LMCacheEngineBuilder
 
-        LMCacheEngineBuilder.destroy(self.name)
+@contextmanager
+def tier_of(algorithm: str, **settings: Any) -> Iterator[Tier]:
+    device = Line()
+    settings |= {"save_unfull_chunk": False, "pre_caching_hash_algorithm": algorithm}
+    with engine_of(device, **settings) as engine:
+        yield Tier(engine, device)
 
 
 @pytest.fixture(params=["builtin", "sha256_cbor"])
-def algorithm(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("LMCACHE_PRE_CACHING_HASH_ALGORITHM", request.param)
+def algorithm(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 @pytest.fixture
 def cpu(algorithm: str) -> Iterator[Tier]:
-    tier = Tier()
-    yield tier
-    tier.close()
+    with tier_of(algorithm) as tier:
+        yield tier
 
 
 def test_tenants_are_apart_in_host_memory(cpu: Tier) -> None:
@@ -146,18 +114,14 @@ def test_tenants_are_apart_in_host_memory(cpu: Tier) -> None:
 
 
 def test_tenants_are_apart_on_a_tier_that_outlives_the_engine(tmp_path: Path) -> None:
-    settings = {"remote_url": f"fs://host:0/{tmp_path}", "local_cpu": False}
-    first = Tier(**settings)
-    assert [first.ask(salt, i) for i, salt in enumerate(TENANTS)] == [0, 0, 0]
-    # LMCache writes behind.
-    deadline = time.monotonic() + 60
-    while len(list(tmp_path.glob("*.data"))) < 3 * 2:
-        assert time.monotonic() < deadline, "the chunks were not written"
-        time.sleep(0.01)
-    # One more engine is a restart, as far as keys go.
-    second = Tier(**settings)
-    assert [second.ask(salt, i) for i, salt in enumerate(TENANTS)] == [WHOLE] * 3
-    assert second.ask("tenant-C", 9) == 0
+    # What LMCache has written behind is there once the engine has ended.
+    for found in (0, WHOLE):
+        with tier_of(
+            "builtin", remote_url=f"fs://host:0/{tmp_path}", local_cpu=False
+        ) as tier:
+            hits = [tier.ask(salt, i) for i, salt in enumerate(TENANTS)]
+            assert hits == [found] * 3
+            assert tier.ask("tenant-C", 9) == found
 
 
 def collision(database: Any) -> tuple[list[int], list[int]]:

@@ -5,7 +5,9 @@
 from __future__ import annotations
 
 # Standard
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
+import functools
 import os
 import threading
 import weakref
@@ -37,6 +39,7 @@ logger = init_logger(__name__)
 
 front_process.announce()
 
+_Arguments = ParamSpec("_Arguments")
 #: Connectors that have not been shut down.
 _open: weakref.WeakSet[RBLNLMCacheConnectorV1] = weakref.WeakSet()
 
@@ -55,6 +58,26 @@ threading._register_atexit(_shut_down_open_connectors)
 os.register_at_fork(after_in_child=_open.clear)
 
 
+def _starts(
+    step: Callable[Concatenate[RBLNLMCacheConnectorV1, _Arguments], None],
+) -> Callable[Concatenate[RBLNLMCacheConnectorV1, _Arguments], None]:
+    """Let a step of the start that fails leave its reason, and end what it began."""
+
+    @functools.wraps(step)
+    def run(
+        connector: RBLNLMCacheConnectorV1,
+        *args: _Arguments.args,
+        **kwargs: _Arguments.kwargs,
+    ) -> None:
+        try:
+            front_process.leaves_reason(step)(connector, *args, **kwargs)
+        except Exception:
+            connector.shutdown()
+            raise
+
+    return run
+
+
 class RBLNLMCacheConnectorV1(SchedulerSide):
     """LMCache in vLLM's own processes, with KV on RBLN NPUs.
 
@@ -69,6 +92,7 @@ class RBLNLMCacheConnectorV1(SchedulerSide):
         ValueError: If a setting or the model is not supported.
     """
 
+    @_starts
     def __init__(
         self,
         vllm_config: VllmConfig,
@@ -79,19 +103,6 @@ class RBLNLMCacheConnectorV1(SchedulerSide):
         self._paged_kv: RBLNPagedKVConnector | None = None
         #: What LMCache has logged of tiers that it could not make.
         self._failures: list[str] = []
-        try:
-            self._start(vllm_config, role, kv_cache_config)
-        except Exception:
-            self.shutdown()
-            raise
-
-    @front_process.leaves_reason
-    def _start(
-        self,
-        vllm_config: VllmConfig,
-        role: KVConnectorRole,
-        kv_cache_config: KVCacheConfig | None,
-    ) -> None:
         transfer_config = vllm_config.kv_transfer_config
         assert transfer_config is not None
         extra_config = transfer_config.kv_connector_extra_config
@@ -157,6 +168,7 @@ class RBLNLMCacheConnectorV1(SchedulerSide):
 
     # ---- worker ---------------------------------------------------------------------
 
+    @_starts
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take the KV cache, in place of an earlier one.
 
@@ -169,14 +181,6 @@ class RBLNLMCacheConnectorV1(SchedulerSide):
             ValueError: If LMCache can't serve these tensors.
             RuntimeError: If LMCache's storage can't start.
         """
-        try:
-            self._register(kv_caches)
-        except Exception:
-            self.shutdown()
-            raise
-
-    @front_process.leaves_reason
-    def _register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         if self._paged_kv is not None:
             kv = self._paged_kv.register(list(kv_caches.values()))
             startup_checks.require_block_size(
@@ -233,7 +237,7 @@ class RBLNLMCacheConnectorV1(SchedulerSide):
         assert isinstance(metadata, RBLNConnectorMetadata)
         engine = self._adapter.lmcache_engine
         if engine is not None:
-            for request_id in metadata.dropped_lookups:
+            for request_id in metadata.ended_requests:
                 engine.lookup_unpin(request_id)
         self._unloaded.clear(metadata.recovered_blocks)
         super().start_load_kv(forward_context, **kwargs)

@@ -36,13 +36,13 @@ class RBLNConnectorMetadata(LMCacheConnectorMetadata):
     """What the scheduler tells the workers for one step.
 
     Attributes:
-        dropped_lookups: Requests that ended before they were scheduled; what their
-            lookup pinned is to be released.
+        ended_requests: Requests whose lookups must hold nothing any more, whatever
+            became of them.
         recovered_blocks: Blocks reported as not loaded, whose requests have been
             rolled back.
     """
 
-    dropped_lookups: list[str] = field(default_factory=list)
+    ended_requests: list[str] = field(default_factory=list)
     recovered_blocks: list[int] = field(default_factory=list)
 
 
@@ -53,8 +53,6 @@ class SchedulerSide(LMCacheConnectorV1Dynamic):
         """Begin without requests."""
         #: Requests until they end; ``None`` for one that LMCache does not see.
         self._views: dict[str, RequestView | None] = {}
-        #: Requests that ended between their lookup and their first step.
-        self._dropped_lookups: list[str] = []
         self._recovered_blocks: list[int] = []
         #: Blocks of the requests that ended in each of the last steps: a load that
         #: failed is reported behind the next step.
@@ -123,9 +121,9 @@ class SchedulerSide(LMCacheConnectorV1Dynamic):
         step = copied_step(scheduler_output, self._views)
         metadata = super().build_connector_meta(step)
         assert isinstance(metadata, LMCacheConnectorMetadata)
-        dropped, self._dropped_lookups = self._dropped_lookups, []
+        ended = sorted(scheduler_output.finished_req_ids)
         recovered, self._recovered_blocks = self._recovered_blocks, []
-        return RBLNConnectorMetadata(metadata.requests, dropped, recovered)
+        return RBLNConnectorMetadata(metadata.requests, ended, recovered)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Take the workers' report of one step.
@@ -170,9 +168,7 @@ class SchedulerSide(LMCacheConnectorV1Dynamic):
             return False, None
         adapter = self._adapter
         private_names.forget_priority(adapter, request_id)
-        if adapter.load_specs.pop(request_id, None) is not None:
-            # Looked up but never scheduled: no step will release its pins.
-            if adapter.lookup_client is not None:
-                adapter.lookup_client.clear_lookup_status(request_id)
-            self._dropped_lookups.append(request_id)
+        never_scheduled = adapter.load_specs.pop(request_id, None) is not None
+        if never_scheduled and adapter.lookup_client is not None:
+            adapter.lookup_client.clear_lookup_status(request_id)
         return super().request_finished(view, block_ids)

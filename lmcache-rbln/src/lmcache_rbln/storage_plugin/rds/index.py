@@ -11,7 +11,7 @@ order of a prompt.
 """
 
 # Standard
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -45,7 +45,6 @@ class Entry:
         fmt: LMCache's format.
         before: Key of the chunk before it in its prompt; ``None`` if there is none, or
             it is not known.
-        pins: Lookups that want it to stay.
         readers: Reads under way.
         gone: Whether it is out of the index, its region kept for its readers alone.
     """
@@ -56,7 +55,6 @@ class Entry:
     dtypes: list[torch.dtype]
     fmt: MemoryFormat
     before: CacheEngineKey | None = None
-    pins: int = 0
     readers: int = 0
     gone: bool = False
 
@@ -78,6 +76,9 @@ class ChunkIndex:
         # Key that is not stored -> the one before it, the newest last.
         self._expected: OrderedDict[CacheEngineKey, CacheEngineKey] = OrderedDict()
         self._writing: set[CacheEngineKey] = set()
+        # Lookups that want a key to stay. Not of an entry: of a key that is removed and
+        # stored again, a lookup must not take another one's pin off.
+        self._pins: Counter[CacheEngineKey] = Counter()
         self._closed = False
         self._lock = threading.Lock()
 
@@ -137,7 +138,7 @@ class ChunkIndex:
             if not all(key in self._entries or key in self._writing for key in needed):
                 return None
             for key, entry in self._entries.items():
-                if not entry.pins and not entry.readers and key not in needed:
+                if not (self._pins[key] or entry.readers or key in needed):
                     self._forget(key, entry)
                     return entry
             return None
@@ -156,24 +157,22 @@ class ChunkIndex:
         """
         with self._lock:
             found = self._stored_prefix(keys, limit)
-            for entry in found:
-                entry.pins += pin
+            if pin:
+                self._pins.update(keys[: len(found)])
             return len(found)
 
     def pin(self, key: CacheEngineKey) -> bool:
         """Keep a key from eviction; False if it is not stored."""
-        return self._add_pins(key, 1)
+        return self.count_prefix([key], True, 1) == 1
 
     def unpin(self, key: CacheEngineKey) -> bool:
         """Take one pin off; False if there is none."""
-        return self._add_pins(key, -1)
-
-    def _add_pins(self, key: CacheEngineKey, count: int) -> bool:
         with self._lock:
-            entry = self._entries.get(key)
-            if entry is None or entry.pins + count < 0:
+            if not self._pins[key]:
                 return False
-            entry.pins += count
+            self._pins[key] -= 1
+            if not self._pins[key]:
+                del self._pins[key]
             return True
 
     def begin_reads(self, keys: Sequence[CacheEngineKey]) -> list[Entry]:
@@ -215,7 +214,7 @@ class ChunkIndex:
             entry = self._entries.get(key)
             if entry is None or (only is not None and entry is not only):
                 return False
-            if entry.pins and not force:
+            if self._pins[key] and not force:
                 return False
             self._forget(key, entry)
             unused = entry.readers == 0
