@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 # Third Party
+from npu_holder import npu_holder
 import pytest
 
 rbln_sim = pytest.importorskip("rbln_sim")
@@ -17,12 +18,6 @@ rbln_sim = pytest.importorskip("rbln_sim")
 ROOT = Path(__file__).resolve().parents[1]
 # One that needs a device, and takes a moment.
 A_DEVICE_TEST = "tests/v1/platform/devices/rbln/test_rbln_spec.py::test_rbln_is_chosen"
-HOLD_AN_NPU = """
-import sys, torch
-torch.rbln.synchronize()
-print("held", flush=True)
-sys.stdin.read()
-"""
 
 
 def run(env: Mapping[str, str], *arguments: str) -> tuple[int, str]:
@@ -58,19 +53,8 @@ def npu_host(tmp_path: Path) -> dict[str, str]:
 @pytest.fixture
 def held(npu_host: dict[str, str]) -> Iterator[int]:
     """Process that holds the host's only NPU."""
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLD_AN_NPU],
-        env=npu_host,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert holder.stdout is not None
-        assert holder.stdout.readline().strip() == "held"
+    with npu_holder(npu_host) as holder:
         yield holder.pid
-    finally:
-        holder.communicate("")
 
 
 def test_a_held_npu_skips_the_tests_with_the_reason(

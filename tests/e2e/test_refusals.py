@@ -7,10 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 import os
-import subprocess
-import sys
 
 # Third Party
+from npu_holder import npu_holder
 import pytest
 
 # First Party
@@ -21,31 +20,13 @@ from tests.e2e.stack_pool import StackPool
 from tests.support.serving.processes import ServerFailedError
 from tests.support.serving.runtime import Runtime, find_runtime, own_machine
 
-HOLD_AN_NPU = """
-import sys, torch
-torch.rbln.synchronize()
-print("held", flush=True)
-sys.stdin.read()
-"""
-
 
 @contextmanager
 def npu_held(folder: Path) -> Iterator[int]:
     """Hold the only NPU in another process; yields its process id."""
     env = {**find_runtime().env, **own_machine(folder)}
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLD_AN_NPU],
-        env=env,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert holder.stdout is not None
-        assert holder.stdout.readline().strip() == "held"
+    with npu_holder(env) as holder:
         yield holder.pid
-    finally:
-        holder.communicate("")
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ import subprocess
 import sys
 
 # Third Party
+from npu_holder import npu_holder, use_npu
 import pytest
 
 # First Party
@@ -28,13 +29,6 @@ from rbln_sim.pytest_plugin import machine_environment, read_opens
 from tests.support.serving.servers import HOST, CacheServer, CacheServerConfig
 
 pytestmark = pytest.mark.sim
-HOLD = """
-import sys, torch
-torch.rbln.synchronize()
-for line in sys.stdin:
-    torch.ones(4).to("rbln").cpu()
-    print("works", flush=True)
-"""
 CONNECTOR = '{"kv_connector":"RBLNLMCacheConnectorV1","kv_role":"kv_both"}'
 
 
@@ -56,13 +50,6 @@ class Machine:
             timeout=400,
         )
 
-    def use_npu(self) -> str:
-        assert self.holder.stdin is not None
-        assert self.holder.stdout is not None
-        self.holder.stdin.write("\n")
-        self.holder.stdin.flush()
-        return self.holder.stdout.readline()
-
 
 @pytest.fixture(scope="module")
 def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
@@ -80,26 +67,17 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
         )
         for mode in ("engine_driven", "lmcache_driven")
     ]
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLD],
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        for server in servers:
-            server.start()
-        for server in servers:
-            server.wait_ready()
-        machine = Machine(environment, holder, *servers)
-        assert machine.use_npu() == "works\n"
-        yield machine
-    finally:
-        holder.kill()
-        holder.communicate()
-        for server in servers:
-            server.stop()
+    with npu_holder(environment) as holder:
+        try:
+            for server in servers:
+                server.start()
+            for server in servers:
+                server.wait_ready()
+            assert use_npu(holder) == "works\n"
+            yield Machine(environment, holder, *servers)
+        finally:
+            for server in servers:
+                server.stop()
 
 
 def opens(machine: Machine) -> list[tuple[int, int]]:
@@ -130,7 +108,7 @@ def test_one_screen_when_all_is_well_and_the_npu_is_left_alone(
     assert "chunk of 256 tokens (server), block of 128" in text
     assert lines[-1] == "OK (look at: NPU)"
     assert opens(machine) == before
-    assert machine.use_npu() == "works\n"
+    assert use_npu(machine.holder) == "works\n"
 
 
 def test_a_server_in_the_wrong_mode_is_found_over_its_request_channel(
