@@ -42,6 +42,8 @@ class InProcessConfig:
         npus: Simulated NPUs.
         prefix_caching: Whether vLLM keeps prefixes on the NPU too.
         probe: Whether the engine is watched, see ``inprocess_probe.py``.
+        inside_multi: Whether the connector is inside of vLLM's ``MultiConnector``,
+            where it can't set what becomes of a request whose load failed.
         env: More environment.
         args: More arguments of ``vllm serve``.
     """
@@ -55,6 +57,7 @@ class InProcessConfig:
     npus: int = 1
     prefix_caching: bool = False
     probe: bool = False
+    inside_multi: bool = False
     env: dict[str, str] = field(default_factory=dict)
     args: tuple[str, ...] = ()
 
@@ -85,12 +88,14 @@ CONFIGS = {
         env={"RBLN_USE_CUSTOM_KERNEL": "1"},
         args=("--tensor-parallel-size", "2"),
     ),
-    # MLA; chunks of any length; prefixes on the NPU too; no warm-up; another seed.
+    # MLA; chunks of any length; prefixes on the NPU too; no warm-up; another seed; a
+    # connector inside of another one.
     "partial": InProcessConfig(
         "partial",
         model="mla",
         prefix_caching=True,
         probe=True,
+        inside_multi=True,
         env={
             "LMCACHE_SAVE_UNFULL_CHUNK": "True",
             "VLLM_RBLN_ENABLE_WARM_UP": "0",
@@ -152,6 +157,8 @@ class InProcessEngine:
                 connector_module="inprocess_probe" if config.probe else None,
                 connector_config=connector_config or {},
                 prefix_caching=config.prefix_caching,
+                load_failure_policy="recompute" if config.inside_multi else None,
+                inside_multi=config.inside_multi,
                 extra_args=config.args,
             ),
             None,
@@ -231,6 +238,14 @@ class InProcessEngine:
     def wait(self, condition: Callable[[], bool], what: str) -> None:
         """Wait until a condition holds."""
         wait_until(condition, what)
+
+
+def check_nothing_is_held(engine: InProcessEngine) -> None:
+    """Fail unless every lookup's pins and references are released."""
+    # A step writes the state down; what an abort left is released by the next one.
+    engine.ask(engine.prompt(20, "a step"), new_tokens=2)
+    state = engine.state()
+    assert {state[name] for name in ("pinned", "referenced", "lookups")} == {0}
 
 
 class EnginePool:

@@ -1,11 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MLA with chunks that are not full, beside the NPU's own cache; no warm-up."""
+"""MLA with chunks that are not full, beside the NPU's own cache; no warm-up.
+
+The connector is inside of vLLM's ``MultiConnector``.
+"""
 
 # Third Party
 import pytest
 
 # First Party
-from tests.e2e.inprocess.engines import EnginePool, InProcessEngine
+from tests.e2e.inprocess.engines import (
+    EnginePool,
+    InProcessEngine,
+    check_nothing_is_held,
+)
 
 CHUNK = 256
 BLOCK = 128
@@ -67,7 +74,22 @@ def test_a_sub_block_match_wins_a_tie(engine: InProcessEngine) -> None:
     assert warm.cached_tokens == BLOCK + SUB_BLOCK
     assert engine.hits() == before, "counted for both"
     assert engine.count(LOCAL_HITS) - local == BLOCK + SUB_BLOCK
-    # The lookup of what was not loaded holds nothing any more.
-    engine.ask(engine.prompt(20, "one more step"))
-    state = engine.state()
-    assert {state[name] for name in ("pinned", "referenced", "lookups")} == {0}
+    check_nothing_is_held(engine)  # nor by the lookup of what was not loaded
+
+
+def test_inside_multi_connector_a_load_that_fails_is_recomputed(
+    engine: InProcessEngine,
+) -> None:
+    prompt = engine.prompt(CHUNK + 40, "failed load")
+    [cold] = engine.ask(prompt)
+    fill_npu_cache(engine, "failed load")
+    engine.order("fail-load")
+    [recomputed] = engine.ask(prompt)
+    engine.check_obeyed("fail-load")
+    assert recomputed.token_ids == cold.token_ids
+    check_nothing_is_held(engine)
+    fill_npu_cache(engine, "loaded again")
+    before = engine.hits()
+    [warm] = engine.ask(prompt)
+    assert warm.token_ids == cold.token_ids
+    assert engine.hits() - before == len(prompt) - 1

@@ -11,7 +11,11 @@ import pytest
 
 # First Party
 from tests.campaigns import client_fuzz
-from tests.e2e.inprocess.engines import EnginePool, InProcessEngine
+from tests.e2e.inprocess.engines import (
+    EnginePool,
+    InProcessEngine,
+    check_nothing_is_held,
+)
 from tests.e2e.messages import assert_logged
 from tests.support.serving.servers import HOST
 
@@ -57,14 +61,6 @@ class OpenRequest:
         assert self._connection.sock is not None
         self._connection.sock.close()
         self._connection.close()
-
-
-def check_nothing_is_held(engine: InProcessEngine) -> None:
-    """Fail unless every lookup's pins and references are released."""
-    # A step writes the state down; what an abort left is released by the next one.
-    engine.ask(engine.prompt(20, "a step"), new_tokens=2)
-    state = engine.state()
-    assert {state[name] for name in ("pinned", "referenced", "lookups")} == {0}
 
 
 @pytest.mark.parametrize("over", [-1, 0, 1, 60])

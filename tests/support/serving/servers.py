@@ -69,6 +69,7 @@ class EngineConfig:
             to vLLM, which does.
         load_failure_policy: What vLLM does with a request whose load failed,
             ``recompute`` or ``fail``; ``None`` leaves it to vLLM.
+        inside_multi: Whether the connector is inside of vLLM's ``MultiConnector``.
         extra_args: More arguments.
     """
 
@@ -83,6 +84,7 @@ class EngineConfig:
     connector_config: Mapping[str, Any] = field(default_factory=dict)
     prefix_caching: bool | None = False
     load_failure_policy: str | None = None
+    inside_multi: bool = False
     extra_args: tuple[str, ...] = ()
 
 
@@ -286,6 +288,12 @@ class Engine:
             transfer["kv_connector_module_path"] = config.connector_module
         if extra:
             transfer["kv_connector_extra_config"] = extra
+        if config.inside_multi:
+            transfer = {
+                "kv_connector": "MultiConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {"connectors": [transfer]},
+            }
         if config.load_failure_policy is not None:
             transfer["kv_load_failure_policy"] = config.load_failure_policy
         blocks = ("--num-gpu-blocks-override", str(config.num_blocks))

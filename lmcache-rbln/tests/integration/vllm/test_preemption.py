@@ -29,6 +29,7 @@ pytestmark = pytest.mark.npu
 
 BLOCK, CHUNK, BLOCKS = 16, 32, 14
 ANSWER = 100
+NAME = "RBLNLMCacheConnectorV1"
 
 
 def kv_of(before: int, token: int) -> int:
@@ -92,10 +93,14 @@ class Storage:
 
 
 class Runner:
-    """A model runner: it keeps the very lists that the scheduler's output has."""
+    """A model runner: it keeps the very lists that the scheduler's output has.
 
-    def __init__(self, storage: Storage) -> None:
-        self.storage = storage
+    Args:
+        storages: Of each of our connectors.
+    """
+
+    def __init__(self, storages: list[Storage]) -> None:
+        self.storages = storages
         self.kv = [0] * (BLOCKS * BLOCK)
         self.blocks: dict[str, list[int]] = {}
         self.tokens: dict[str, list[int]] = {}
@@ -122,15 +127,20 @@ class Runner:
                 self.blocks[name] = blocks[0]
             elif blocks is not None:
                 self.blocks[name].extend(blocks[0])
-        for request in output.kv_connector_metadata.requests:
-            self.storage.load(request, self.kv)
+        metadata = output.kv_connector_metadata
+        # Of each connector inside of MultiConnector.
+        parts = getattr(metadata, "metadata", (metadata,))
+        for storage, part in zip(self.storages, parts, strict=True):
+            for request in part.requests:
+                storage.load(request, self.kv)
         names = list(output.num_scheduled_tokens)
         sampled = [
             self.compute(name, computed[name], output.num_scheduled_tokens[name])
             for name in names
         ]
-        for request in output.kv_connector_metadata.requests:
-            self.storage.store(request, self.kv)
+        for storage, part in zip(self.storages, parts, strict=True):
+            for request in part.requests:
+                storage.store(request, self.kv)
         places = {name: place for place, name in enumerate(names)}
         return ModelRunnerOutput(names, places, sampled)
 
@@ -192,9 +202,40 @@ def scheduler_of(model: Path, asynchronous: bool, connector: Any) -> tuple[Any, 
     kind: Any = config.scheduler_config.get_scheduler_cls()
     grammar = SimpleNamespace(accept_tokens=lambda request, tokens: True)
     made = kind(config, blocks, grammar, BLOCK, log_stats=True)
+    if isinstance(connector, list):
+        connector = inside_multi(config, connector)
     made.connector = connector
     connector.bind_kv_cache_manager(made.kv_cache_manager)
     return made, get_request_block_hasher(BLOCK, sha256)
+
+
+def inside_multi(config: Any, connectors: list[Any]) -> Any:
+    """vLLM's ``MultiConnector`` over connectors of ours."""
+    # Third Party
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
+        MultiConnector,
+    )
+
+    children = iter(connectors)
+    blocks: Any = None
+
+    class Multi(MultiConnector):
+        @classmethod
+        def _get_connector_classes_and_configs(cls, vllm_config: Any) -> Any:
+            return [(lambda *_: next(children), vllm_config) for _ in connectors]
+
+    extra = {
+        "connectors": [{"kv_connector": NAME, "kv_role": "kv_both"} for _ in connectors]
+    }
+    config.kv_transfer_config = KVTransferConfig(
+        kv_connector="MultiConnector",
+        kv_role="kv_both",
+        kv_connector_extra_config=extra,
+    )
+    config.scheduler_config.disable_hybrid_kv_cache_manager = True
+    return Multi(config, KVConnectorRole.SCHEDULER, blocks)
 
 
 def request_of(name: str, prompt: list[int], tokens: int, hasher: Any) -> Any:
@@ -232,15 +273,19 @@ def answer_together(
 
 
 @pytest.mark.parametrize(
-    ("asynchronous", "rounds"), [(False, 40), (True, 200)], ids=["sync", "async"]
+    ("asynchronous", "rounds", "inside"),
+    [(False, 40, 0), (True, 200, 0), (True, 40, 2)],
+    ids=["sync", "async", "two inside MultiConnector"],
 )
 def test_answers_are_those_of_each_alone(
-    model: Path, asynchronous: bool, rounds: int
+    model: Path, asynchronous: bool, rounds: int, inside: int
 ) -> None:
-    storage = Storage()
-    connector = scheduler_side(storage, BLOCK, CHUNK)
-    scheduler, hasher = scheduler_of(model, asynchronous, connector)
-    runner = Runner(storage)
+    storages = [Storage() for _ in range(inside or 1)]
+    connectors = [scheduler_side(storage, BLOCK, CHUNK) for storage in storages]
+    scheduler, hasher = scheduler_of(
+        model, asynchronous, connectors if inside else connectors[0]
+    )
+    runner = Runner(storages)
     chance = random.Random(5)
     pool = [
         [chance.randrange(500) for _ in range(length)]
@@ -260,10 +305,11 @@ def test_answers_are_those_of_each_alone(
             assert got[request.request_id] == want, f"round {number}"
             preempted += request.num_preemptions
         if number % 10 == 9:
-            # Or the storage would soon hold everything.
-            storage.chunks.clear()
-    assert preempted > rounds and storage.loaded > rounds
-    assert not connector._views
+            # Or the storages would soon hold everything; one at a time.
+            storages[number // 10 % len(storages)].chunks.clear()
+    loaded = [storage.loaded for storage in storages]
+    assert preempted > rounds and sum(loaded) > rounds and min(loaded) > 0
+    assert not any(connector._views for connector in connectors)
     free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
     assert free == BLOCKS - 1
-    print(f"{preempted} preemptions, {storage.loaded} chunks loaded")
+    print(f"{preempted} preemptions, {loaded} chunks loaded")
