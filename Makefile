@@ -60,10 +60,8 @@ test: setup
 
 # Of the second release: detection, transfers through its workers and its server,
 # LMCache's own tests, one engine; and that both releases store the same.
-# The server that two of the tests play pickles its chunks as LMCache 0.5.6 does.
 test-next: setup-next
-	.venv-next/bin/python -m pytest $(NEXT_TESTS) --runtime sim \
-	    -k 'not ((test_rbln_restores or test_rbln_stores) and pickle)' $(PYTEST_ARGS)
+	.venv-next/bin/python -m pytest $(NEXT_TESTS) --runtime sim $(PYTEST_ARGS)
 
 test-upstream: setup
 	$(BIN)/python -m tests.upstream.suites

@@ -8,6 +8,10 @@ from __future__ import annotations
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
+import pickle
+
+# Third Party
+import torch
 
 #: The chunks of a worker without shared memory are pickled; since 0.5.7 they are not.
 _IS_INLINE = find_spec("lmcache.v1.multiprocess.token_codec") is not None
@@ -41,3 +45,26 @@ def token_ids(load_or_store: Any) -> list[int]:
 def as_handed_over(tokens: list[int]) -> Any:
     """Return tokens as the scheduler hands them to the worker."""
     return _codec().pack_token_ids(tokens) if _IS_INLINE else tokens
+
+
+def _wire() -> Any:
+    return import_module("lmcache.v1.multiprocess.transfer_context.tensor_wire")
+
+
+def sent(chunks: list[torch.Tensor]) -> bytes:
+    """Return chunks as the worker and the server send them to each other."""
+    return _wire().encode_tensors(chunks) if _IS_INLINE else pickle.dumps(chunks)
+
+
+def received(data: bytes, like: torch.Tensor, count: int) -> list[torch.Tensor]:
+    """Return what was sent: ``count`` chunks with the shape and dtype of ``like``."""
+    if not _IS_INLINE:
+        return list(pickle.loads(data))
+    return list(
+        _wire().decode_tensors(
+            data,
+            expected_shape=like.shape,
+            expected_dtype=like.dtype,
+            expected_count=count,
+        )
+    )

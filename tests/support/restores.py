@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 import os
-import pickle
 import threading
 
 # Third Party
@@ -25,6 +24,7 @@ from kv_reference import (
     unique_values,
     upload,
 )
+from lmcache_release import received, sent
 import torch
 
 # First Party
@@ -63,7 +63,7 @@ class Server:
 
     Args:
         case: The KV cache.
-        shm: Whether chunks are in shared memory, else sent by pickle.
+        shm: Whether chunks are in shared memory, else sent in messages.
     """
 
     def __init__(self, case: Case, shm: bool) -> None:
@@ -105,7 +105,7 @@ class Server:
     def response(self) -> PrepareRetrieveResponse:
         """The chunks, as a server hands them over."""
         if self._segment is None:
-            return PrepareRetrieveResponse(True, pickle.dumps(self.chunks))
+            return PrepareRetrieveResponse(True, sent(self.chunks))
         slots = [
             ShmSlotDescriptor(
                 index * self._size,
@@ -125,7 +125,7 @@ class Server:
     def stored(self) -> list[torch.Tensor]:
         """What is in the slots, or came with the last commit."""
         if self._segment is None:
-            return pickle.loads(self.commits[-1])
+            return received(self.commits[-1], self.chunks[0], len(self.chunks))
         raw, size = bytearray(self._segment.read_bytes()), self._size
         return [
             torch.frombuffer(raw[i * size : (i + 1) * size], dtype=chunk.dtype).view(
