@@ -25,20 +25,21 @@ class Client:
 
     Args:
         found: Chunks found; None while it is still looking.
-        acknowledges: Whether it answers the lookup itself.
+        slow: What it answers only when the test does, in place of it.
     """
 
-    def __init__(self, found: int | None, acknowledges: bool = True) -> None:
+    def __init__(self, found: int | None, *slow: str) -> None:
         self._found = found
-        self._acknowledges = acknowledges
+        self._slow = slow
         self.calls: list[tuple[Any, ...]] = []
+        self.waiting: list[MessagingFuture[Any]] = []
 
     def lookup(self, key: Any, tp_size: int) -> MessagingFuture[None]:
         self.calls.append(("lookup",))
-        return answered(None) if self._acknowledges else MessagingFuture()
+        return self._answer("lookup", None)
 
     def query_prefetch_status(self, request_id: str) -> MessagingFuture[int | None]:
-        return answered(self._found)
+        return self._answer("status", self._found)
 
     def free_lookup_locks(
         self, key: Any, tp_size: int, extra_ranges: tuple[Any, ...] = ()
@@ -46,17 +47,19 @@ class Client:
         assert not extra_ranges
         assert key.cache_salt == "tenant-A"
         self.calls.append(("free", key.start, key.end))
-        return answered(None)
+        return self._answer("free", None)
 
     def end_session(self, request_id: str) -> MessagingFuture[None]:
         self.calls.append(("end", request_id))
-        return answered(None)
+        return self._answer("end", None)
 
-
-def answered(value: Any) -> MessagingFuture[Any]:
-    future: MessagingFuture[Any] = MessagingFuture()
-    future.set_result(value)
-    return future
+    def _answer(self, operation: str, value: Any) -> MessagingFuture[Any]:
+        future: MessagingFuture[Any] = MessagingFuture()
+        if operation in self._slow:
+            self.waiting.append(future)
+        else:
+            future.set_result(value)
+        return future
 
 
 @pytest.fixture
@@ -94,8 +97,7 @@ def connector(*clients: Client) -> Any:
             "model_name": "model",
             "parallel_strategy": strategy,
             "lmcache_tokens_per_chunk": CHUNK,
-            # A server that does not answer is not waited for.
-            "_mq_timeout": 0.05,
+            "_mq_timeout": 300.0,
             "_nonblocking_lookup_status": True,
             "_server_urls": list(servers),
             "_health_events": dict.fromkeys(servers, healthy),
@@ -107,6 +109,7 @@ def connector(*clients: Client) -> Any:
             "_lookup_status": {},
             "_lookup_params": {},
             "_lookups": {},  # in place of the last six, since LMCache 0.5.7
+            "_freed_lookups": {},
         },
         found: {
             "scheduler_adapter": adapter,
@@ -162,18 +165,31 @@ def test_a_request_aborted_while_it_waits_for_blocks(request_: Any) -> None:
     assert client.calls == [("lookup",), ALL, END]
 
 
-@pytest.mark.parametrize("acknowledges", [True, False])
+@pytest.mark.parametrize("lost", [False, True])
+@pytest.mark.parametrize("slow", [[], ["lookup"], ["status"]], ids=str)
 def test_a_request_aborted_before_the_result_is_known(
-    request_: Any, acknowledges: bool
+    slow: list[str], lost: bool, request_: Any
 ) -> None:
-    """The server releases what it has locked by then, before the request's end."""
-    client = Client(None, acknowledges)
+    """The server gets everything in order, and the scheduler waits for nothing."""
+    client = Client(None, *slow, "free")
+
+    def answer() -> None:
+        [waiting], client.waiting = client.waiting, []
+        if lost:
+            waiting.set_exception(TimeoutError("the server is lost"))
+        else:
+            waiting.set_result(None)
+
     ours = connector(client)
     assert ours.get_num_new_matched_tokens(request_, 0) == (None, True)
     ours.request_finished(request_, [])
+    if slow:
+        assert client.calls == [("lookup",)]
+        answer()
+    assert client.calls == [("lookup",), ALL]
+    answer()
     assert client.calls == [("lookup",), ALL, END]
-    adapter = ours.scheduler_adapter
-    assert not adapter._lookup_params and not adapter._unacked_lookups
+    assert not ours.scheduler_adapter._freed_lookups
 
 
 def test_a_request_aborted_before_it_was_looked_up(request_: Any) -> None:
