@@ -177,6 +177,20 @@ class Worker:
         """Kill the server."""
         os.kill(int(pid), signal.SIGKILL)
 
+    def lost(self, pid: str) -> list[Any]:
+        """Kill the server while it is asked; returns how a store and a lookup end."""
+        os.kill(int(pid), signal.SIGSTOP)
+        event = self.adapter.create_recorded_event()
+        self.adapter.submit_store_request("a", self._op(FROM), event)
+        key = self._key("b").no_worker_id_version()
+        lookup = self.adapter.req_client.lookup(key, 1)
+        os.kill(int(pid), signal.SIGKILL)
+        lookup.wait(TIMEOUT_S)
+        return [
+            self.adapter.store_futures["a"].result(TIMEOUT_S),
+            type(lookup.exception_).__name__,
+        ]
+
     def _op(self, block_ids: list[int]) -> LoadStoreOp:
         return LoadStoreOp(as_handed_over(TOKENS), [block_ids], 0, len(TOKENS))
 

@@ -148,6 +148,13 @@ def test_a_worker_does_not_wait_for_a_server_that_is_gone(tmp_path: Path) -> Non
     assert "it is not waited for" in done.log, done.log
 
 
+def test_what_waits_for_a_server_ends_with_it(tmp_path: Path) -> None:
+    """Without a heartbeat, which could come when another one is there."""
+    with running(tmp_path / "server", True) as server:
+        done = work(server, tmp_path, ["lost", str(server.process.pid)])
+    assert results(done) == [[False, "TimeoutError"]]
+
+
 def test_loads_of_one_prompt_leave_nothing_locked(
     server: CacheServer, tmp_path: Path
 ) -> None:

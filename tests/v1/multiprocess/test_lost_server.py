@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What LMCache's client makes of requests whose connection is lost."""
+
+# Future
+from __future__ import annotations
+
+# Standard
+from collections.abc import Iterator
+from typing import Any
+
+# Third Party
+import pytest
+import zmq
+
+# First Party
+from lmcache.v1.multiprocess.transport.zmq_impl.client import ZmqMultiprocessClient
+from lmcache.v1.multiprocess.transport.zmq_impl.mq import MessageQueueClient
+
+#: Nothing that is awaited takes longer, unless it never comes.
+SOON_S = 120.0
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context]:
+    with zmq.Context() as made:
+        yield made
+
+
+def listening(context: zmq.Context, port: int) -> zmq.Socket:
+    """The socket of a server; port 0 chooses one."""
+    socket = context.socket(zmq.ROUTER)
+    socket.rcvtimeo = int(SOON_S * 1000)
+    socket.linger = 0
+    socket.bind(f"tcp://127.0.0.1:{port or '*'}")
+    return socket
+
+
+def test_they_fail_and_the_next_server_is_asked(context: zmq.Context) -> None:
+    server = listening(context, 0)
+    address = server.last_endpoint.decode()
+    client: Any = ZmqMultiprocessClient(MessageQueueClient(address, context))
+    try:
+        asked = client.ping(1)
+        server.recv_multipart()
+        assert not asked.query()
+        server.close()
+        with pytest.raises(TimeoutError, match="ping.*connection"):
+            asked.result(SOON_S)
+        # Waits for another server, whose answer is its own.
+        asked = client.ping(1)
+        with listening(context, int(address.rpartition(":")[2])) as server:
+            identity, request, operation, *_ = server.recv_multipart()
+            server.send_multipart([identity, request, operation, b"\xc3"])
+            assert asked.result(SOON_S) is True
+    finally:
+        client.close()
