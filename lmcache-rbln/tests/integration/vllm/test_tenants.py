@@ -18,6 +18,7 @@ import pytest
 import torch
 
 # First Party
+from lmcache.v1.config import LMCacheEngineConfig
 from lmcache_rbln._lmcache import LMCacheEngine, in_process
 
 pytestmark = pytest.mark.npu
@@ -98,8 +99,9 @@ def tier_of(algorithm: str, **settings: Any) -> Iterator[Tier]:
 
 
 @pytest.fixture(params=["builtin", "sha256_cbor"])
-def algorithm(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+def algorithm(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("LMCACHE_PRE_CACHING_HASH_ALGORITHM", request.param)
+    return str(LMCacheEngineConfig.from_env().pre_caching_hash_algorithm)
 
 
 @pytest.fixture

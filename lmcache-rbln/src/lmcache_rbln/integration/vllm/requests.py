@@ -118,12 +118,27 @@ class SchedulerSide(LMCacheConnectorV1Dynamic):
             What the workers load, store and release.
         """
         self._given_up.append([])
+        self._count_loads_of_others()
         step = copied_step(scheduler_output, self._views)
         metadata = super().build_connector_meta(step)
         assert isinstance(metadata, LMCacheConnectorMetadata)
         ended = sorted(scheduler_output.finished_req_ids)
         recovered, self._recovered_blocks = self._recovered_blocks, []
         return RBLNConnectorMetadata(metadata.requests, ended, recovered)
+
+    def _count_loads_of_others(self) -> None:
+        """Count what another connector inside ``MultiConnector`` loads as vLLM's.
+
+        Where that goes on behind a preemption, LMCache expects that nobody else loads,
+        and ends the engine.
+        """
+        for request_id, load in self._adapter.load_specs.items():
+            view: Any = self._views.get(request_id)
+            if view is None or load.can_load:
+                continue
+            if (computed := view.num_computed_tokens) > load.vllm_cached_tokens:
+                load.vllm_cached_tokens = computed
+                load.lmcache_cached_tokens = min(load.lmcache_cached_tokens, computed)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Take the workers' report of one step.
