@@ -70,7 +70,7 @@ def _messages(section: str) -> list[str]:
     ("section", "count"), [("Watching it", 9), ("Troubleshooting", 8)]
 )
 def test_every_message_is_one_of_ours_or_of_lmcache(section: str, count: int) -> None:
-    ours = _flat(ROOT / "src/lmcache_rbln/storage_plugin")
+    ours = _flat(ROOT / "src/lmcache_rbln")
     theirs = _flat(Path(str(in_process("v1.cache_engine").__file__)).parent)
     messages = _messages(section)
     assert len(messages) == count
