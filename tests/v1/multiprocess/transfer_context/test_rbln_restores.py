@@ -164,6 +164,22 @@ def test_blocks_that_copies_may_still_write_are_not_given_away(
     assert len(said) == 1
 
 
+def test_no_restore_draws_a_stream(
+    small: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch-rbln has 32, and gives out again those that somebody uses."""
+    assert small.submit("a").result(SOON_S) is True
+    drawn = mock.MagicMock(wraps=torch.rbln.Stream)
+    monkeypatch.setattr(torch.rbln, "Stream", drawn)
+    with monkeypatch.context() as planted:
+        for wait in ("wait", "synchronize"):
+            planted.setattr(torch.rbln.Event, wait, lambda *_: 1 / 0)
+        for name in ("b", "c"):
+            assert small.submit(name).result(SOON_S) is False
+    assert small.submit("d").result(SOON_S) is True
+    drawn.assert_not_called()
+
+
 @pytest.mark.parametrize("answer", [False, ConnectionError("no server")])
 def test_chunks_that_the_server_does_not_take_back(answer: Any, small: Worker) -> None:
     """The bytes are in the blocks all the same."""

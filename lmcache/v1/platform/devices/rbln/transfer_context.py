@@ -9,11 +9,9 @@ engine's. Here the engine's thread only submits both.
 from __future__ import annotations
 
 # Standard
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
-import functools
 import weakref
 
 # Third Party
@@ -30,7 +28,6 @@ from lmcache.v1.multiprocess.transfer_context.base import (
 )
 from lmcache.v1.multiprocess.transfer_context.worker_transfer import (
     IPCEvent,
-    _get_kv_device,
     _single_group_block_ids,
 )
 from lmcache.v1.multiprocess.transport.base import RequestClient
@@ -51,25 +48,6 @@ logger = init_logger(__name__)
 RESTORE_THREADS = 4
 
 
-@functools.cache
-def _idle_streams(device: torch.device | int) -> list[Any]:
-    """Return the process's streams of a device with nothing to do, to take and lay."""
-    return []
-
-
-@contextmanager
-def _idle_stream(device: torch.device | int) -> Iterator[Any]:
-    """Lend a stream on which nothing is queued, to the caller alone."""
-    idle = _idle_streams(device)
-    try:
-        stream = idle.pop()
-    except IndexError:
-        stream = torch_rbln().Stream(device)
-    yield stream
-    # Where it failed it may not be idle.
-    idle.append(stream)
-
-
 class _Event:
     """An event of the engine's stream that transfers wait for on the host.
 
@@ -79,18 +57,14 @@ class _Event:
 
     def __init__(self, event: Any) -> None:
         self._event = event
-        self._device = torch_rbln().current_device()
 
-    def wait(self, stream: Any = None) -> None:
+    def wait(self, _stream: Any = None) -> None:
         """Return when the event has happened, so that every stream is behind it.
 
         Raises:
-            RuntimeError: If what it is behind failed.
+            RuntimeError: If what it is behind failed. The engine is told of that too.
         """
-        # Not on the engine's stream, whose failures are for the engine to be told of.
-        with _idle_stream(self._device) as waiting:
-            self._event.wait(waiting)
-            waiting.synchronize()
+        self._event.synchronize()
 
 
 class RblnTransferContext(AsyncEngineDrivenTransferContext):
@@ -199,10 +173,9 @@ class RblnTransferContext(AsyncEngineDrivenTransferContext):
             behind.wait()
             restore.begin()
             try:
-                with (
-                    _idle_stream(_get_kv_device(kv_caches)) as stream,
-                    torch_rbln().stream(stream),
-                ):
+                # A transfer is behind the current stream, and nothing is queued on this
+                # one: on the engine's it would wait for forwards that came later.
+                with torch_rbln().stream(self._copy_stream):
                     scatter_cpu_to_paged_kv(
                         kv_caches,
                         blocks,
