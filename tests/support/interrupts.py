@@ -18,11 +18,13 @@ class InterruptAt:
     Args:
         line: Which one.
         files: Ends of the files' paths.
+        quiet: Lines of a "finally" that only assign, and so take no signal.
     """
 
-    def __init__(self, line: int, *files: str) -> None:
+    def __init__(self, line: int, *files: str, quiet: tuple[str, ...] = ()) -> None:
         self._left = line
         self._files = files
+        self._quiet = quiet
 
     def __call__(self, frame: FrameType, event: str, _: object) -> InterruptAt | None:
         caller = frame.f_back
@@ -39,7 +41,8 @@ class InterruptAt:
             return None
         # Before it releases a lock CPython traces the line, but takes no signal.
         code = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-        self._count(event == "line" and "lock:" not in code)
+        quiet = "lock:" in code or code.strip() in self._quiet
+        self._count(event == "line" and not quiet)
         return self
 
     def _count(self, here: bool) -> None:

@@ -19,7 +19,7 @@ import torch
 
 # First Party
 from lmcache.logging import init_logger
-from lmcache.v1.platform.devices.rbln import copy_costs, settings, staging
+from lmcache.v1.platform.devices.rbln import copy_costs, lanes, settings, staging
 from lmcache.v1.platform.devices.rbln.native import kv_transpose
 from lmcache.v1.platform.devices.rbln.staging import Lease
 
@@ -62,7 +62,7 @@ def transfer(plan: Any) -> None:
         used = [] if plan.on_device else [torch.empty(size, dtype=torch.uint8)]
         _run(plan, used, None, Lease(device, 0))
         return
-    asynchronous = staging.supports_async_copies()
+    asynchronous = lanes.supports_async_copies()
     may_collect = asynchronous and not plan.on_device and _may_collect(plan)
     in_place = plan.on_device or asynchronous and plan.in_place and not may_collect
     # One buffer has parts enough, or a second one does instead.
@@ -138,6 +138,14 @@ def _may_collect(plan: Any) -> bool:
     )
 
 
+def make_collector(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """Make device memory to collect segments in, as large as a staging buffer."""
+    elements = staging.BUFFER_BYTES // dtype.itemsize
+    buffer = torch.empty(elements, dtype=dtype, device=device)
+    lanes.torch_rbln().bind_device_memory(buffer)
+    return buffer
+
+
 @torch.inference_mode()
 def _choose_collector(plan: Any, lease: Lease) -> torch.Tensor | None:
     """Return device memory to collect segments in; None if there is none, or no use."""
@@ -146,7 +154,7 @@ def _choose_collector(plan: Any, lease: Lease) -> torch.Tensor | None:
     buffer = lane.collectors.get(plan.dtype)
     if buffer is None:
         try:
-            buffer = staging.make_collector(lease.device, plan.dtype)
+            buffer = make_collector(lease.device, plan.dtype)
         except RuntimeError as exc:
             staging.warn_once(
                 "Small pieces of the KV cache are copied one by one and slower, "

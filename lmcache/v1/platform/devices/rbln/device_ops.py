@@ -28,8 +28,8 @@ from lmcache.v1.platform.devices.rbln.kv_layout import (
     layer_traits,
     resolve_geometry,
 )
+from lmcache.v1.platform.devices.rbln.lanes import torch_rbln
 from lmcache.v1.platform.devices.rbln.native import kv_transpose
-from lmcache.v1.platform.devices.rbln.staging import torch_rbln
 from lmcache.v1.platform.ops_types import PageBufferShapeDesc
 
 

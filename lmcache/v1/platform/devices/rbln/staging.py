@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bounded staging of transfers: pinned host buffers, streams and device buffers.
+"""Bounded staging of transfers: pinned host buffers, lanes, and who has them.
 
 One arena serves every thread of a process. A transfer has a lease of it: a *lane*,
 which is a stream of its own and device memory to collect in, and pinned buffers. Who
@@ -14,19 +14,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 import atexit
-import contextlib
-import functools
 import os
 import threading
-import weakref
 
 # Third Party
 import torch
 
 # First Party
 from lmcache.logging import init_logger
-from lmcache.v1.platform.devices.rbln import settings
-from lmcache.v1.platform.devices.rbln.native import kv_transpose
+from lmcache.v1.platform.devices.rbln import lanes, settings
+from lmcache.v1.platform.devices.rbln.lanes import Lane, LanePool
 
 logger = init_logger(__name__)
 
@@ -35,45 +32,6 @@ BUFFER_BYTES = 8 << 20
 #: Transfers of a process that stage at a time, at most; a worker's four threads that
 #: store and four that restore fit.
 MAX_LEASES = 8
-
-#: torch-rbln has 32 streams of a device, and gives them out one after the other.
-_STREAM_POOL = 32
-_PROBE_BYTES = 64
-
-
-class Lane:
-    """What one transfer at a time uses on one device.
-
-    Attributes:
-        stream: Stream of its copies; None where copies are synchronous.
-        probe: Pinned and device memory, alike, to see what the stream is up to.
-        collectors: Its device memory to collect in, by dtype.
-    """
-
-    def __init__(self) -> None:
-        self.stream: Any = None
-        self.probe: tuple[torch.Tensor, torch.Tensor] | None = None
-        self.collectors: dict[torch.dtype, torch.Tensor] = {}
-
-    def is_idle(self) -> bool:
-        """Return whether nothing is in flight, without waiting for it.
-
-        A failure is told again and again until the stream has something new to do: so
-        it gets some, and who asks later sees. So only one may ask, while nobody else
-        uses the lane.
-        """
-        try:
-            return self.stream is None or self.stream.query()
-        except RuntimeError:
-            # The old failure, or the device is lost.
-            with contextlib.suppress(RuntimeError), torch_rbln().stream(self.stream):
-                if self.probe:
-                    self.probe[0].copy_(self.probe[1], non_blocking=True)
-            return False
-
-
-class _Inquiry:
-    """Marks the leases whose lanes a thread asks, as long as it asks."""
 
 
 class Lease:
@@ -102,17 +60,8 @@ class Lease:
         self.buffers: list[torch.Tensor] = []
         self.busy = False
         self.ended = False
-        # Of who asks its lane. It ends with him, also if he is interrupted.
-        self._inquiry: weakref.ref[_Inquiry] | None = None
-
-    @property
-    def asked(self) -> bool:
-        """Whether a thread asks its lane: until that is done nobody else may use it."""
-        return self._inquiry is not None and self._inquiry() is not None
-
-    def mark_asked(self, inquiry: _Inquiry) -> None:
-        """Say that its lane is asked, as long as the inquiry lives."""
-        self._inquiry = weakref.ref(inquiry)
+        # Whether a thread asks its lane: until that is done nobody else may use it.
+        self.asked = False
 
 
 class StagingArena:
@@ -129,11 +78,9 @@ class StagingArena:
         self._changed = threading.Condition(self._lock)
         self._max_leases = min(max_leases, num_buffers)
         self._buffers: list[torch.Tensor | None] = [None] * num_buffers
-        self._lanes: dict[torch.device, list[Lane]] = {}
+        self._lanes = LanePool()
         # In order of arrival; without a lane they wait.
         self._leases: list[Lease] = []
-        # Streams that callers were seen to use.
-        self._callers: dict[torch.device, set[int]] = {}
 
     def acquire(self, lease: Lease) -> None:
         """Wait for the turn of a lease. Whatever happens, :meth:`release` it.
@@ -145,14 +92,12 @@ class StagingArena:
         if self._leases:
             self.take_back()
         with self._lock:
-            if supports_async_copies():
-                current = torch_rbln().current_stream(lease.device).stream_id
-                self._callers.setdefault(lease.device, set()).add(current)
+            self._lanes.see_caller(lease.device)
             self._leases.append(lease)
             granted = self._grant(lease)
         while not granted and not self._wait(lease):
             # Nobody else gives anything back: wait for the device, without the lock.
-            failed = self._ask(_drain)
+            failed = self._ask(Lane.drain)
             if failed and all(other.busy for other in failed):
                 raise RuntimeError(
                     f"all staging of RBLN transfers is held by {len(failed)} that "
@@ -160,8 +105,8 @@ class StagingArena:
                     "when the device is idle. If it never is, the device is lost: "
                     "restart the process"
                 )
-        if lease.lane and lease.lane.probe is None and supports_async_copies():
-            lease.lane.probe = make_probe(lease.device)
+        if lease.lane:
+            lease.lane.prepare(lease.device)
         lease.buffers = self._make_buffers(lease.indices)
 
     def release(self, lease: Lease) -> None:
@@ -174,7 +119,7 @@ class StagingArena:
 
     def take_back(self) -> None:
         """Take back what leases no longer use, and wake those who wait."""
-        self._ask(lambda lease: lease.lane is None or lease.lane.is_idle())
+        self._ask(Lane.is_idle)
 
     def in_use(self) -> tuple[int, int]:
         """Return how many leases there are: under way, and ended but not drained."""
@@ -189,34 +134,37 @@ class StagingArena:
         with self._lock:
             self._forget()
             self._buffers = [None] * len(self._buffers)
-            self._lanes.clear()
+            self._lanes.by_device.clear()
 
-    def _ask(self, is_idle: Callable[[Lease], bool]) -> list[Lease]:
+    def _ask(self, is_idle: Callable[[Lane], bool]) -> list[Lease]:
         """Ask whether ended leases are idle, except those that somebody asks already.
 
         Returns:
             Those that were asked.
         """
-        inquiry = _Inquiry()
-        with self._lock:
-            asked = [
-                each
-                for each in self._leases
-                if each.ended and each.busy and not each.asked
-            ]
-            for lease in asked:
-                lease.mark_asked(inquiry)
-            # The driver may hold up who asks, so: without the lock, and those whom
-            # others' leases are enough for go on before.
-            self._changed.notify_all()
-        try:
-            for lease in asked:
-                lease.busy = not is_idle(lease)
-        finally:
-            with self._lock:
-                del inquiry
-                self._changed.notify_all()
+        # The driver may hold up who asks, so: without the lock, and those whom others'
+        # leases are enough for go on before.
+        self._notify()
+        asked = []
+        for lease in [each for each in self._leases if each.ended and each.busy]:
+            mine = False
+            try:
+                with self._lock:
+                    if not lease.asked and lease.busy:
+                        mine = lease.asked = True
+                if mine and lease.lane:
+                    asked.append(lease)
+                    lease.busy = not is_idle(lease.lane)
+            finally:
+                if mine:
+                    lease.asked = False
+                self._notify()
         return asked
+
+    def _notify(self) -> None:
+        """Let those who wait look again."""
+        with self._lock:
+            self._changed.notify_all()
 
     def _wait(self, lease: Lease) -> bool:
         """Wait until a lease is granted, or nobody is left who can give anything back.
@@ -267,34 +215,8 @@ class StagingArena:
         # Those made first.
         free.sort(key=lambda index: self._buffers[index] is None)
         lease.indices = free[: lease.want]
-        lease.lane = self._free_lane(lease.device, [other.lane for other in held])
+        lease.lane = self._lanes.take(lease.device, [other.lane for other in held])
         return True
-
-    def _free_lane(self, device: torch.device, taken: list[Lane | None]) -> Lane:
-        """Return a lane that nobody has, with a stream of its own; the lock is held."""
-        lanes = self._lanes.setdefault(device, [])
-        lane = next((lane for lane in lanes if lane not in taken), None)
-        if lane is None:
-            lane = Lane()
-            lanes.append(lane)
-        if not supports_async_copies():
-            return lane
-        callers = self._callers[device]
-        ours = {
-            each.stream.stream_id for each in lanes if each.stream and each is not lane
-        }
-        if lane.stream is None or lane.stream.stream_id in callers:
-            # A stream that a caller has had is better than none.
-            current = torch_rbln().current_stream(device).stream_id
-            lane.stream = _draw(device, ours | callers) or _draw(
-                device, ours | {current}
-            )
-        if lane.stream is None:
-            raise RuntimeError(
-                f"torch-rbln has no stream of {device} that is free for a transfer; "
-                f"transfers have {len(ours)}"
-            )
-        return lane
 
     def _make_buffers(self, indices: list[int]) -> list[torch.Tensor]:
         """Return the buffers of a lease, made where they are missing."""
@@ -321,79 +243,11 @@ class StagingArena:
         return made
 
 
-def _draw(device: torch.device, avoided: set[int]) -> Any:
-    """Return a stream of a device that is none of some, or None."""
-    for _ in range(_STREAM_POOL):
-        stream = torch_rbln().Stream(device)
-        if stream.stream_id not in avoided:
-            return stream
-    return None
-
-
-def _drain(lease: Lease) -> bool:
-    """Wait until nothing is in flight on a lease's stream; tell whether that is so."""
-    lane = lease.lane
-    if lane is None or lane.stream is None:
-        return True
-    return kv_transpose().drain(lane.stream, lane.probe)
-
-
-def make_probe(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Make a few bytes of pinned and of bound device memory."""
-    # Inference tensors can't be written by who asks outside of inference mode.
-    with torch.inference_mode(False):
-        host = torch.zeros(_PROBE_BYTES, dtype=torch.uint8, pin_memory=True)
-        remote = torch.empty(_PROBE_BYTES, dtype=torch.uint8, device=device)
-        torch_rbln().bind_device_memory(remote)
-    return host, remote
-
-
 def make_buffer() -> torch.Tensor:
     """Make one buffer; pinned if copies are asynchronous."""
     return torch.empty(
-        BUFFER_BYTES, dtype=torch.uint8, pin_memory=supports_async_copies()
+        BUFFER_BYTES, dtype=torch.uint8, pin_memory=lanes.supports_async_copies()
     )
-
-
-def make_collector(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """Make device memory to collect segments in, ``BUFFER_BYTES``, bound there.
-
-    Raises:
-        RuntimeError: If the device has no memory for it.
-    """
-    elements = BUFFER_BYTES // dtype.itemsize
-    buffer = torch.empty(elements, dtype=dtype, device=device)
-    torch_rbln().bind_device_memory(buffer)
-    return buffer
-
-
-def torch_rbln() -> Any:
-    """Return ``torch.rbln``, which torch-rbln adds at run time."""
-    return torch.rbln  # type: ignore[attr-defined]
-
-
-@functools.cache
-def supports_async_copies() -> bool:
-    """Return whether torch-rbln has streams, events and pinned memory.
-
-    Older releases lack them; transfers then copy synchronously, which is logged once.
-    """
-    missing = [
-        name
-        for name in ("Stream", "Event", "current_stream")
-        if not hasattr(torch_rbln(), name)
-    ]
-    try:
-        torch.empty(1, dtype=torch.uint8, pin_memory=True)
-    except (RuntimeError, TypeError) as exc:
-        missing.append(f"pinned memory ({exc})")
-    if missing:
-        logger.warning(
-            "RBLN KV copies run synchronously and slower, without %s. torch-rbln has "
-            "these since 0.12",
-            ", ".join(missing),
-        )
-    return not missing
 
 
 _warned: set[str] = set()

@@ -32,8 +32,9 @@ from lmcache.v1.multiprocess.transfer_context.worker_transfer import (
 )
 from lmcache.v1.multiprocess.transport.base import RequestClient
 from lmcache.v1.platform.devices.rbln.block_transfer import StillInFlightError
+from lmcache.v1.platform.devices.rbln.lanes import torch_rbln
 from lmcache.v1.platform.devices.rbln.lmcache_release import prepare_retrieve
-from lmcache.v1.platform.devices.rbln.staging import arena, torch_rbln
+from lmcache.v1.platform.devices.rbln.staging import arena
 from lmcache.v1.platform.devices.rbln.transfers import (
     BlocksWritten,
     GivenUp,

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 # First Party
 from lmcache import kv_transpose
-from lmcache.v1.platform.devices.rbln import block_transfer, staging
+from lmcache.v1.platform.devices.rbln import block_transfer, lanes, staging
 from lmcache.v1.platform.devices.rbln.staging import Lease, StagingArena
 
 pytestmark = [pytest.mark.npu, pytest.mark.deferred]
@@ -89,7 +89,7 @@ def test_a_failed_transfer_is_drained_and_gives_its_buffers_back(
     chunk = random_bits(CASE.chunk_shape(128), CASE.dtype, 9)
     with pytest.raises(RuntimeError, match="planted"), FailAt(count):
         transfer(CASE, to_chunks, device_layers, [chunk], [2], 128)
-    assert all(lane.stream.query() for lane in arena._lanes[DEVICE])
+    assert all(lane.stream.query() for lane in arena._lanes.by_device[DEVICE])
     whole_capacity(arena)
     # The next transfer through the same buffers is right.
     device_layers = [upload(layer, "rbln:0") for layer in layers]
@@ -187,7 +187,7 @@ def test_capacity_comes_back_after_interrupts(
 def test_the_caller_s_stream_may_be_any_of_the_device_s(layout: Layout) -> None:
     """A transfer never shares its stream with the caller, whose work is before it."""
     case = Case(layout, 2, 6)
-    for _ in range(staging._STREAM_POOL + 1):
+    for _ in range(lanes.STREAM_POOL + 1):
         with torch.rbln.stream(torch.rbln.Stream("rbln:0")):
             check_both_directions(case, "rbln:0", [4, 0, 5, 1], 2)
 
@@ -217,17 +217,17 @@ def test_without_streams_copies_are_synchronous_and_it_is_said_once(
     monkeypatch: pytest.MonkeyPatch, layout: Layout
 ) -> None:
     warning = MagicMock()
-    monkeypatch.setattr(staging.logger, "warning", warning)
+    monkeypatch.setattr(lanes.logger, "warning", warning)
     monkeypatch.setattr(staging, "_process_arena", None)
     for name in ("Stream", "Event", "current_stream"):
         monkeypatch.delattr(torch.rbln, name)
-    staging.supports_async_copies.cache_clear()
+    lanes.supports_async_copies.cache_clear()
     try:
         for seed in range(3):
             case = Case(layout, 3, 6)
             check_both_directions(case, "rbln:0", [4, 0, 5, 1], 2, seed=seed)
     finally:
-        staging.supports_async_copies.cache_clear()
+        lanes.supports_async_copies.cache_clear()
     warning.assert_called_once()
     said = warning.call_args.args[0] % warning.call_args.args[1:]
     assert "Stream, Event, current_stream" in said

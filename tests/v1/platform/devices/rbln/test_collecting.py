@@ -158,7 +158,7 @@ def test_without_device_memory_pieces_go_one_by_one_and_it_is_said_once(
     def refuse(*_: object) -> None:
         raise RuntimeError("out of device memory")
 
-    monkeypatch.setattr(staging, "make_collector", refuse)
+    monkeypatch.setattr(block_transfer, "make_collector", refuse)
     for seed in range(2):
         check_both_directions(Case("mla", 3, 8), "rbln:0", [4, 1, 7, 0], 2, seed=seed)
     # A copy for each of four blocks in three layers.

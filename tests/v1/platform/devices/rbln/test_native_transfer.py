@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # First Party
 from lmcache import kv_transpose
 from lmcache.v1.platform.devices.rbln.kv_layout import layer_traits, resolve_geometry
-from lmcache.v1.platform.devices.rbln.staging import make_probe
+from lmcache.v1.platform.devices.rbln.lanes import make_probe
 
 DTYPES = (torch.uint8, torch.float16, torch.float32, torch.float64)
 

@@ -108,8 +108,8 @@ def test_after_a_failed_restore_nothing_is_left_to_report(
     failed = [failure(case, False, layers, chunks, [4, 0, 5, 1], 8) for _ in range(3)]
     # A wait that fails is the failure of who waits.
     assert sum(error is not None for error in failed) == {3 if waits_fail else 1}
-    lanes = staging.arena()._lanes[torch.device("rbln:0")]
-    assert all(lane.stream.query() for lane in lanes)
+    made = staging.arena()._lanes.by_device[torch.device("rbln:0")]
+    assert all(lane.stream.query() for lane in made)
     if not {waits_fail}:
         torch.rbln.synchronize()
     assert staging.arena().in_use() == (0, 0)
