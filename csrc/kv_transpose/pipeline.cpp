@@ -79,6 +79,9 @@ Parts divide(const Plan& plan, const Resources& with) {
 }
 
 void check_resources(const Plan& plan, const Resources& with) {
+  if (plan.memory != plan.current_memory()) {
+    refuse("layers and chunks with the memory that was planned; it was resized since");
+  }
   if (with.threads < 1 || with.threads > kMaxThreads) {
     refuse("threads of 1 to " + std::to_string(kMaxThreads) + ", got " +
            std::to_string(with.threads));

@@ -336,6 +336,16 @@ Plan start(Direction direction, std::vector<at::Tensor> layers,
 
 }  // namespace
 
+Memory Plan::current_memory() const {
+  Memory memory;
+  for (const auto* tensors : {&layers, &chunks}) {
+    for (const at::Tensor& tensor : *tensors) {
+      memory.emplace_back(tensor.storage().data(), tensor.storage().nbytes());
+    }
+  }
+  return memory;
+}
+
 Plan plan_host(Direction direction, std::vector<at::Tensor> layers,
                const Geometry& geometry, std::vector<at::Tensor> chunks,
                const std::vector<int64_t>& ids, int64_t chunk_tokens, int64_t skip,
@@ -375,6 +385,7 @@ Plan plan_host(Direction direction, std::vector<at::Tensor> layers,
   check_blocks(plan, geometry, blocks);
   if (direction == Direction::kGather) check_apart(plan);
   add_segments(plan, geometry, blocks, max_bytes);
+  plan.memory = plan.current_memory();
   return plan;
 }
 
@@ -413,6 +424,7 @@ Plan plan_device(Direction direction, std::vector<at::Tensor> layers,
   }
   check_blocks(plan, geometry, blocks);
   add_segments(plan, geometry, blocks, INT64_MAX);
+  plan.memory = plan.current_memory();
   return plan;
 }
 

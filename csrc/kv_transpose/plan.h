@@ -6,6 +6,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "transpose.h"
@@ -27,6 +28,9 @@ struct ChunkBlocks {
   int64_t tokens = 0;
 };
 
+/// Where a storage begins, and its bytes.
+using Memory = std::vector<std::pair<const void*, size_t>>;
+
 /// A checked transfer: no segment leaves the memory of its layer and of its chunk. It
 /// owns its tensors, so nobody else can take or change what they are.
 struct Plan {
@@ -34,6 +38,7 @@ struct Plan {
   std::vector<at::Tensor> layers;  // alike
   std::vector<at::Tensor> chunks;
   std::vector<Chunk> windows;  // the chunks
+  Memory memory;               // that was checked
   int64_t heads = 0;           // of each token
   int64_t row_bytes = 0;       // of one head of one token
   // A segment is contiguous on the device: `starts` has its first element in its layer,
@@ -45,6 +50,8 @@ struct Plan {
   bool on_device = false;     // whether the chunks are
   bool in_place = false;      // whether segments are contiguous in their chunks too
 
+  /// What the tensors have now: a storage may be resized at any time.
+  Memory current_memory() const;
   int64_t element_size() const { return layers.front().element_size(); }
 };
 

@@ -314,6 +314,20 @@ def test_a_run_refuses_before_the_first_byte_moves(
     assert any(bool(target.any()) for target in targets)
 
 
+@pytest.mark.parametrize("of", ["layers", "chunks"])
+@pytest.mark.parametrize("to_host", [True, False])
+def test_memory_that_was_resized_since_it_was_planned_is_refused(
+    good: dict[str, Any], of: str, to_host: bool
+) -> None:
+    plan = kv_transpose.plan_host(to_host, **good)
+    storage = good[of][-1].untyped_storage()
+    # Elsewhere now, or gone.
+    for size in (2 * storage.nbytes(), 0):
+        storage.resize_(size)
+        with pytest.raises(ValueError, match="resized since"):
+            run(plan, staging_of())
+
+
 @pytest.mark.npu
 def test_a_collector_without_staging_is_refused() -> None:
     layers = [torch.zeros(4, 4, 8, dtype=torch.float16).to("rbln:0")]
