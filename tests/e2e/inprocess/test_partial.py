@@ -92,4 +92,5 @@ def test_inside_multi_connector_a_load_that_fails_is_recomputed(
     before = engine.hits()
     [warm] = engine.ask(prompt)
     assert warm.token_ids == cold.token_ids
-    assert engine.hits() - before == len(prompt) - 1
+    # Behind a whole chunk of an earlier step LMCache stores no rest.
+    assert engine.hits() - before == CHUNK
