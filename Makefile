@@ -25,6 +25,7 @@ SERVING_TESTS := tests/e2e tests/examples tests/support tests/buildkite tests/do
 # Tests that compile, and so keep CPUs busy: they come last, when the others are ending.
 BUILD_TESTS := tests/build
 NEXT_TESTS := tests/v1/gpu_connector tests/v1/multiprocess tests/upstream \
+    tests/v1/platform/devices/rbln/test_engine_groups.py \
     tests/integration lmcache-rbln/tests/integration/vllm/test_interface.py \
     tests/build/test_patches.py \
     tests/e2e/test_transport.py::test_server_restarts_while_the_worker_serves

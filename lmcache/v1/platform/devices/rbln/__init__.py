@@ -142,14 +142,14 @@ class RblnDeviceSpec(DeviceSpec):
             engine_group_infos: The engine's groups.
 
         Raises:
-            ValueError: Unless they are one of full attention, or none are reported.
+            ValueError: Naming the group and the reason.
         """
         # First Party
         from lmcache.v1.platform.devices.rbln.engine_groups import (
-            require_full_attention,
+            require_movable,
         )
 
-        require_full_attention(kv_caches, engine_group_infos)
+        require_movable(kv_caches, engine_group_infos)
 
 
 def _unavailable_reason() -> str | None:

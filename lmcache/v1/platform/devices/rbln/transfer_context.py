@@ -32,8 +32,16 @@ from lmcache.v1.multiprocess.transfer_context.worker_transfer import (
 )
 from lmcache.v1.multiprocess.transport.base import RequestClient
 from lmcache.v1.platform.devices.rbln.block_transfer import StillInFlightError
+from lmcache.v1.platform.devices.rbln.kv_groups import (
+    GroupRestore,
+    chunks_not_stored,
+    restore_of,
+)
 from lmcache.v1.platform.devices.rbln.lanes import torch_rbln
-from lmcache.v1.platform.devices.rbln.lmcache_release import prepare_retrieve
+from lmcache.v1.platform.devices.rbln.lmcache_release import (
+    groups_of,
+    prepare_retrieve,
+)
 from lmcache.v1.platform.devices.rbln.staging import arena
 from lmcache.v1.platform.devices.rbln.transfers import (
     BlocksWritten,
@@ -124,7 +132,18 @@ class RblnTransferContext(AsyncEngineDrivenTransferContext):
                 blocks_in_chunk,
             )
         )
+        if any(group.window_chunks >= 0 for group in groups_of(self)):
+            # vLLM frees blocks that a window has passed without waiting for stores.
+            self.flush_inflight_stores()
         return store
+
+    def _null_chunk_indices(self, block_ids: list[list[int]]) -> list[list[int]]:
+        """Return the chunks of each group that LMCache is not to store."""
+        context: Any = self
+        return [
+            chunks_not_stored(group, ids, context._null_block_id)
+            for group, ids in zip(groups_of(self), block_ids, strict=True)
+        ]
 
     def _release_staging(self, chunks: list[torch.Tensor]) -> None:
         """Keep chunks for later stores, unless copies may still write to them."""
@@ -147,7 +166,7 @@ class RblnTransferContext(AsyncEngineDrivenTransferContext):
             _request_id: Name of the request.
             key: What to restore.
             kv_caches: KV cache by layer name.
-            block_ids: Blocks to write, of the only group.
+            block_ids: Blocks to write, of each group.
             event: Blocks are written after it; None is all that this thread has
                 submitted so far.
             blocks_in_chunk: Blocks of a chunk.
@@ -158,18 +177,19 @@ class RblnTransferContext(AsyncEngineDrivenTransferContext):
             chunks back.
 
         Raises:
-            RuntimeError: The context is not registered, or there are several groups.
+            RuntimeError: The context is not registered.
         """
         context = self.engine_driven_context
         behind = event or self.create_recorded_event()
-        blocks = _single_group_block_ids(block_ids)
         restore = Restore(key)
 
         def scatter() -> bool:
-            expected = len(blocks) // blocks_in_chunk
-            chunks = prepare_retrieve(context, restore, self._instance_id, expected)
-            # One that lacks chunks is a miss.
-            if chunks is None or len(chunks) != expected:
+            groups = self._groups_to_restore(
+                kv_caches, block_ids, blocks_in_chunk, skip_first_n_tokens
+            )
+            wanted = [group.chunks for group in groups]
+            chunks = prepare_retrieve(context, restore, self._instance_id, wanted)
+            if chunks is None:
                 return False
             behind.wait()
             restore.begin()
@@ -177,16 +197,8 @@ class RblnTransferContext(AsyncEngineDrivenTransferContext):
                 # A transfer is behind the current stream, and nothing is queued on this
                 # one: on the engine's it would wait for forwards that came later.
                 with torch_rbln().stream(self._copy_stream):
-                    scatter_cpu_to_paged_kv(
-                        kv_caches,
-                        blocks,
-                        chunks,
-                        blocks_in_chunk,
-                        skip_first_n_tokens=skip_first_n_tokens,
-                        layout_hints=self._layout_hints,
-                        engine_kv_format=self._engine_kv_format,
-                        engine_type=self._engine_type,
-                    )
+                    for group, held in zip(groups, chunks, strict=True):
+                        self._scatter(kv_caches, group, held)
             except StillInFlightError:
                 # Neither reported nor given up: nobody else gets the blocks.
                 logger.error(
@@ -207,6 +219,60 @@ class RblnTransferContext(AsyncEngineDrivenTransferContext):
             self._restores.add(restore)
             self._restore_executor.submit(self._run, restore, context, scatter)
         return restore
+
+    def _groups_to_restore(
+        self,
+        kv_caches: dict[str, torch.Tensor],
+        block_ids: list[list[int]],
+        blocks_in_chunk: int,
+        skip_tokens: int,
+    ) -> list[GroupRestore]:
+        """Return what a restore writes of each group.
+
+        Raises:
+            ValueError: The blocks are not those of the groups.
+        """
+        groups = groups_of(self)
+        if groups:
+            context: Any = self
+            null, chunk = context._null_block_id, context._chunk_tokens
+            return [
+                restore_of(group, ids, skip_tokens, chunk, null)
+                for group, ids in zip(groups, block_ids, strict=True)
+            ]
+        blocks = _single_group_block_ids(block_ids)
+        chunks = range(len(blocks) // blocks_in_chunk)
+        return [
+            GroupRestore(
+                list(kv_caches),
+                self._engine_kv_format,
+                chunks,
+                blocks,
+                blocks_in_chunk,
+                blocks_in_chunk,
+                skip_tokens,
+            )
+        ]
+
+    def _scatter(
+        self,
+        kv_caches: dict[str, torch.Tensor],
+        group: GroupRestore,
+        chunks: list[torch.Tensor],
+    ) -> None:
+        """Write one group's chunks to its blocks."""
+        windowed = group.blocks_per_window != group.blocks_in_chunk
+        scatter_cpu_to_paged_kv(
+            {name: kv_caches[name] for name in group.layer_names},
+            group.block_ids,
+            chunks,
+            group.blocks_in_chunk,
+            skip_first_n_tokens=group.skip_tokens,
+            layout_hints=self._layout_hints,
+            engine_kv_format=group.engine_kv_format,
+            engine_type=self._engine_type,
+            **({"blocks_per_window": group.blocks_per_window} if windowed else {}),
+        )
 
     def _run(
         self,

@@ -18,6 +18,7 @@ from lmcache.v1.multiprocess.custom_types import RegisterEngineDrivenContextResp
 from lmcache.v1.multiprocess.futures import MessagingFuture
 from lmcache.v1.multiprocess.group_view import EngineGroupInfo
 from lmcache.v1.multiprocess.transfer_context import create_transfer_context
+from lmcache.v1.platform.devices.rbln.lmcache_release import HAS_GROUPS
 
 pytestmark = pytest.mark.npu
 
@@ -129,18 +130,79 @@ def test_a_model_of_sliding_windows_alone_is_refused(
     refused(caches, groups, f"sliding window of 4 tokens .*{name}.*wanted full attent")
 
 
-def test_hybrid_models_are_refused() -> None:
-    caches = kv_caches()
-    groups = vllm_groups(
+def hybrid(
+    second: str, kernel_block: int = BLOCK, **sizes: Any
+) -> tuple[dict[str, torch.Tensor], list[EngineGroupInfo]]:
+    """A layer of full attention beside another, of the kernel's block size."""
+    caches = {LAYERS[0]: kv_caches()[LAYERS[0]]}
+    caches[LAYERS[1]] = kv_caches(kernel_block)[LAYERS[1]]
+    return caches, vllm_groups(
         caches,
         (LAYERS[:1], spec("FullAttentionSpec")),
-        (LAYERS[1:], spec("SlidingWindowSpec", sliding_window=4)),
+        (LAYERS[1:], spec(second, **sizes)),
     )
+
+
+@pytest.mark.skipif(HAS_GROUPS, reason="LMCache 0.5.7 moves several groups")
+def test_hybrid_models_are_refused() -> None:
+    caches, groups = hybrid("SlidingWindowSpec", sliding_window=4)
     refused(
         caches,
         groups,
         "hybrid models are not supported on RBLN: .* 2 groups .*a sliding window of 4",
     )
+
+
+@pytest.mark.skipif(not HAS_GROUPS, reason="LMCache 0.5.6 moves one group")
+class TestSeveralGroups:
+    """What the second of two groups may be."""
+
+    @pytest.mark.parametrize("window", [BLOCK, 5 * BLOCK + 3])
+    def test_a_sliding_window_in_the_scheduler_s_blocks_registers(
+        self, window: int
+    ) -> None:
+        client = register(*hybrid("SlidingWindowSpec", sliding_window=window))
+        [call] = client.register_kv_cache_engine_driven_context.mock_calls
+        assert len(call.args[0].group_layouts) == 2
+
+    def test_kernel_blocks_unlike_the_scheduler_s_are_refused(self) -> None:
+        caches, groups = hybrid("SlidingWindowSpec", 4, sliding_window=4)
+        refused(
+            caches,
+            groups,
+            r"group 1 \(layer.1\): a sliding window of 4 tokens .* has blocks of 4 "
+            "tokens, wanted the scheduler's block size 8",
+        )
+
+    def test_recurrent_state_is_refused(self) -> None:
+        groups = [
+            EngineGroupInfo(0, (0,), BLOCK),
+            EngineGroupInfo(1, (1,), BLOCK, BLOCK, recurrent_state=True),
+        ]
+        refused(kv_caches(), groups, r"group 1 \(layer.1\): recurrent state .* is not")
+
+    def test_compression_is_refused(self) -> None:
+        """Its blocks stand for more tokens than they hold."""
+        groups = [EngineGroupInfo(0, (0,), BLOCK), EngineGroupInfo(1, (1,), 4 * BLOCK)]
+        refused(kv_caches(), groups, r"group 1 \(layer.1\): .* 8 tokens, wanted .* 32")
+
+    def test_the_window_that_is_shifted_in_place_is_refused_by_its_name(self) -> None:
+        """Where its block is as large as the window its tensor looks like a paged one."""
+        edits = pytest.importorskip("lmcache.integration.vllm.kv_cache_group_edits")
+        interface = pytest.importorskip("vllm.v1.kv_cache_interface")
+        config = interface.KVCacheConfig(
+            num_blocks=6,
+            kv_cache_tensors=[],
+            kv_cache_groups=[
+                interface.KVCacheGroupSpec([layer], spec(name, **sizes))
+                for layer, name, sizes in (
+                    (LAYERS[0], "FullAttentionSpec", {}),
+                    (LAYERS[1], "RBLNSlidingWindowSpec", {"sliding_window": BLOCK}),
+                )
+            ],
+        )
+        with pytest.raises(ValueError, match="group 1: RBLNSlidingWindowSpec"):
+            edits.validate_kv_cache_groups(config)
 
 
 def test_a_kernel_block_unlike_the_scheduler_s_is_refused() -> None:
