@@ -218,6 +218,28 @@ def test_a_restore_whose_window_is_gone_is_a_miss(worker: HybridWorker) -> None:
     worker.assert_restored()
 
 
+def test_an_answer_that_lacks_a_group_s_chunk_is_a_miss(
+    worker: HybridWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert worker.store("a", runs(GROUPS, 3))
+    assert worker.found("b", 3) == 3
+    transport = worker.context.engine_driven_context
+    shm = not hasattr(transport, "prepare_retrieve_multigroup")
+    name = "prepare_retrieve_grouped" if shm else "prepare_retrieve_multigroup"
+    asks = getattr(transport, name)
+
+    def lacks(*args: Any) -> Any:
+        if shm:
+            # Three lists, of slots in order of the groups.
+            return tuple(part[:-1] for part in asks(*args))
+        *groups, last = asks(*args)
+        return [*groups, tuple(part[:-1] for part in last)]
+
+    monkeypatch.setattr(transport, name, lacks)
+    assert not worker.retrieve("b", runs(GROUPS, 3, 30))
+    worker.assert_restored()
+
+
 @pytest.mark.parametrize("group", range(3))
 def test_a_store_with_a_group_that_fails_stores_nothing(
     group: int, worker: HybridWorker, monkeypatch: pytest.MonkeyPatch
