@@ -95,7 +95,9 @@ class HybridWorker:
                 group.case.block_size,
                 group.window,
             )
-            for index, (group, layers) in enumerate(zip(groups, self.layers))
+            for index, (group, layers) in enumerate(
+                zip(groups, self.layers, strict=True)
+            )
         ]
         flat = [layer for layers in self.layers for layer in layers]
         self.kv_caches = {f"layer.{i}": layer for i, layer in enumerate(flat)}
@@ -103,6 +105,8 @@ class HybridWorker:
             self.kv_caches, instance_id=number, req_client=self.client
         )
         block = groups[0].case.block_size
+        # LMCache 0.5.6 lacks it, which mypy sees.
+        more: dict[str, Any] = {"lmcache_chunk_tokens": CHUNK}
         self.context.register(
             self.kv_caches,
             self.model,
@@ -110,7 +114,7 @@ class HybridWorker:
             CHUNK // block,
             SOON_S,
             engine_group_infos=infos,
-            lmcache_chunk_tokens=CHUNK,
+            **more,
         )
 
     def key(self, name: str, end: int, start: int = 0, worker: int | None = 0) -> Any:

@@ -106,7 +106,9 @@ def test_every_element_is_where_plain_indexing_puts_it(
 ) -> None:
     draw = data.draw
     chunks, chance = draw(st.integers(1, 4)), draw(st.randoms(use_true_random=False))
-    both = [chance.sample(range(1, BLOCKS), 2 * chunks * g.blocks_in_chunk) for g in groups]
+    both = [
+        chance.sample(range(1, BLOCKS), 2 * chunks * g.blocks_in_chunk) for g in groups
+    ]
     held = [ids[: len(ids) // 2] for ids in both]
     into = [ids[len(ids) // 2 :] for ids in both]
     worker = HybridWorker(server.port, groups)
@@ -125,7 +127,8 @@ def test_every_element_is_where_plain_indexing_puts_it(
                 has |= {
                     chunk
                     for chunk in range(start, end)
-                    if NULL not in [part[at - start * per_chunk] for at in group.held(chunk)]
+                    if NULL
+                    not in [part[at - start * per_chunk] for at in group.held(chunk)]
                 }
             if end > start:
                 assert worker.store(name, blocks, start)
@@ -274,7 +277,10 @@ def test_blocks_that_a_window_has_passed_are_read_before_vllm_frees_them(
 ) -> None:
     """It frees them at the next step, whether their store has ended or not."""
     waits, read = threading.Event(), threading.Event()
-    gather, flush = worker_transfer.gather_paged_kv_to_cpu, worker.context.flush_inflight_stores
+    gather, flush = (
+        worker_transfer.gather_paged_kv_to_cpu,
+        worker.context.flush_inflight_stores,
+    )
 
     def gathers(*args: Any, **kwargs: Any) -> Any:
         assert waits.wait(SOON_S)

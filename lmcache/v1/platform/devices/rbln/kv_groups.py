@@ -88,7 +88,9 @@ def restore_of(
     held = [at for at in range(len(wanted)) if at % spans >= spans - holds]
     nulls = [at for at in held if wanted[at] == null_block]
     if nulls:
-        if any(skip // block_tokens <= at < nulls[-1] for at in held if at not in nulls):
+        if any(
+            skip // block_tokens <= at < nulls[-1] for at in held if at not in nulls
+        ):
             raise ValueError(
                 f"block ids {wanted} have the null block {null_block} behind one to "
                 "restore; wanted it in front only, where a window has passed"

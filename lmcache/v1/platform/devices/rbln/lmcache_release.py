@@ -43,6 +43,7 @@ def prepare_retrieve(
     Returns:
         The chunks of each group, or None if the server lacks any.
     """
+    found: list[tuple[Sequence[int], list[torch.Tensor]]] | None
     layouts = getattr(context.metadata, "group_layouts", None)
     if layouts is None:
         counted = (len(wanted[0]),) if HAS_GROUPS else ()
@@ -64,7 +65,7 @@ def prepare_retrieve(
 def _by_group(
     slots: tuple[list[torch.Tensor], list[int], list[int]] | None,
     wanted: Sequence[range],
-) -> list[tuple[list[int], list[torch.Tensor]]] | None:
+) -> list[tuple[Sequence[int], list[torch.Tensor]]] | None:
     """Sort slots, each with its group and chunk, by group."""
     if slots is None:
         return None

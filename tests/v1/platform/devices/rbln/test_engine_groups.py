@@ -187,7 +187,7 @@ class TestSeveralGroups:
         refused(kv_caches(), groups, r"group 1 \(layer.1\): .* 8 tokens, wanted .* 32")
 
     def test_the_window_that_is_shifted_in_place_is_refused_by_its_name(self) -> None:
-        """Where its block is as large as the window its tensor looks like a paged one."""
+        """A tensor whose blocks are as large as the window looks like a paged one."""
         edits = pytest.importorskip("lmcache.integration.vllm.kv_cache_group_edits")
         interface = pytest.importorskip("vllm.v1.kv_cache_interface")
         config = interface.KVCacheConfig(
