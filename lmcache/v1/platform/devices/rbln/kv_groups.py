@@ -38,92 +38,104 @@ class GroupRestore:
     """What a restore writes of one group.
 
     Attributes:
-        layer_names: The layers.
-        engine_kv_format: Layout of the layers.
+        group: The group.
         chunks: Which of the request's chunks are wanted.
         block_ids: Blocks that these chunks span.
-        blocks_in_chunk: Blocks that a chunk spans.
-        blocks_per_window: How many of them it holds, the last ones.
         skip_tokens: Leading tokens of the chunks that are not written.
     """
 
-    layer_names: Sequence[str]
-    engine_kv_format: Any
+    group: KVGroup
     chunks: range
     block_ids: list[int]
-    blocks_in_chunk: int
-    blocks_per_window: int
     skip_tokens: int
 
 
-def restore_of(
-    group: KVGroup,
-    block_ids: Sequence[int],
-    skip_tokens: int,
-    chunk_tokens: int,
-    null_block: int,
-) -> GroupRestore:
-    """Return what a restore writes of a group.
+@dataclass(frozen=True)
+class KVGroups:
+    """The groups of a KV cache.
 
-    Args:
-        group: The group.
-        block_ids: Blocks of the whole request.
-        skip_tokens: Leading tokens of the request that are not written.
-        chunk_tokens: Tokens of a chunk.
-        null_block: Block of the engine that holds no tokens.
-
-    Raises:
-        ValueError: There are no whole chunks, or a null block behind one to write.
+    Attributes:
+        groups: In the order in which transfers name their blocks.
+        chunk_tokens: Tokens of a chunk, if there are several groups.
+        null_block: Block of the engine that holds no tokens; None if there is none.
     """
-    spans, holds = group.blocks_in_chunk, group.blocks_per_window
-    count, rest = divmod(len(block_ids), spans)
-    if rest:
-        raise ValueError(
-            f"{len(block_ids)} blocks, wanted whole chunks of {spans} blocks"
-        )
-    first = max(0, count - group.window_chunks) if group.window_chunks >= 0 else 0
-    wanted = list(block_ids[first * spans :])
-    block_tokens = chunk_tokens // spans
-    skip = max(0, skip_tokens - first * chunk_tokens)
-    held = [at for at in range(len(wanted)) if at % spans >= spans - holds]
-    nulls = [at for at in held if wanted[at] == null_block]
-    if nulls:
-        if any(
-            skip // block_tokens <= at < nulls[-1] for at in held if at not in nulls
-        ):
+
+    groups: Sequence[KVGroup]
+    chunk_tokens: int = 0
+    null_block: int | None = None
+
+    @property
+    def have_windows(self) -> bool:
+        """Whether a group has a sliding window."""
+        return any(group.window_chunks >= 0 for group in self.groups)
+
+    def to_restore(
+        self, block_ids: Sequence[Sequence[int]], skip_tokens: int
+    ) -> list[GroupRestore]:
+        """Return what a restore writes of each group.
+
+        Args:
+            block_ids: Blocks of the whole request, by group.
+            skip_tokens: Leading tokens of the request that are not written.
+
+        Raises:
+            ValueError: There are blocks of other groups, or no whole chunks, or a null
+                block behind one to write.
+        """
+        return [
+            self._to_restore(group, ids, skip_tokens)
+            for group, ids in zip(self.groups, block_ids, strict=True)
+        ]
+
+    def not_to_store(self, block_ids: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Return which chunks of each group lack a block that they would hold.
+
+        A chunk is found by its prefix alone: by requests too that need this block.
+
+        Args:
+            block_ids: Blocks of the whole request, by group.
+        """
+        return [
+            [
+                chunk
+                for chunk in range(len(ids) // group.blocks_in_chunk)
+                if any(ids[at] == self.null_block for at in _held(group, chunk))
+            ]
+            for group, ids in zip(self.groups, block_ids, strict=True)
+        ]
+
+    def _to_restore(
+        self, group: KVGroup, block_ids: Sequence[int], skip_tokens: int
+    ) -> GroupRestore:
+        count, rest = divmod(len(block_ids), group.blocks_in_chunk)
+        if rest:
             raise ValueError(
-                f"block ids {wanted} have the null block {null_block} behind one to "
-                "restore; wanted it in front only, where a window has passed"
+                f"{len(block_ids)} blocks, wanted whole chunks of "
+                f"{group.blocks_in_chunk} blocks"
             )
-        skip = max(skip, (nulls[-1] + 1) * block_tokens)
-    return GroupRestore(
-        group.layer_names,
-        group.engine_kv_format,
-        range(first, count),
-        wanted,
-        spans,
-        holds,
-        skip,
-    )
+        window = group.window_chunks if group.window_chunks >= 0 else count
+        chunks = range(max(0, count - window), count)
+        held = [at for chunk in chunks for at in _held(group, chunk)]
+        nulls = [at for at in held if block_ids[at] == self.null_block]
+        if nulls:
+            block_tokens = self.chunk_tokens // group.blocks_in_chunk
+            skipped = skip_tokens // block_tokens
+            if any(skipped <= at < nulls[-1] and at not in nulls for at in held):
+                raise ValueError(
+                    f"block ids {list(block_ids)} have the null block "
+                    f"{self.null_block} behind one to restore; wanted it in front "
+                    "only, where a window has passed"
+                )
+            skip_tokens = max(skip_tokens, (nulls[-1] + 1) * block_tokens)
+        return GroupRestore(
+            group,
+            chunks,
+            list(block_ids[chunks.start * group.blocks_in_chunk :]),
+            max(0, skip_tokens - chunks.start * self.chunk_tokens),
+        )
 
 
-def chunks_not_stored(
-    group: KVGroup, block_ids: Sequence[int], null_block: int
-) -> list[int]:
-    """Return the chunks of a store that lack a block which they would hold.
-
-    A chunk is found by its prefix, whatever of it the next request still has in its
-    window.
-
-    Args:
-        group: The group.
-        block_ids: Blocks of the whole request.
-        null_block: Block of the engine that holds no tokens.
-    """
-    spans, holds = group.blocks_in_chunk, group.blocks_per_window
-    ends = range(spans, len(block_ids) + 1, spans)
-    return [
-        chunk
-        for chunk, end in enumerate(ends)
-        if null_block in block_ids[end - holds : end]
-    ]
+def _held(group: KVGroup, chunk: int) -> range:
+    """Return the positions of the blocks that a chunk holds, its last ones."""
+    end = (chunk + 1) * group.blocks_in_chunk
+    return range(end - group.blocks_per_window, end)

@@ -26,21 +26,14 @@ from lmcache.v1.multiprocess.transfer_context.async_engine_driven import (
 from lmcache.v1.multiprocess.transfer_context.base import (
     scatter_cpu_to_paged_kv,
 )
-from lmcache.v1.multiprocess.transfer_context.worker_transfer import (
-    IPCEvent,
-    _single_group_block_ids,
-)
+from lmcache.v1.multiprocess.transfer_context.worker_transfer import IPCEvent
 from lmcache.v1.multiprocess.transport.base import RequestClient
 from lmcache.v1.platform.devices.rbln.block_transfer import StillInFlightError
-from lmcache.v1.platform.devices.rbln.kv_groups import (
-    GroupRestore,
-    chunks_not_stored,
-    restore_of,
-)
 from lmcache.v1.platform.devices.rbln.lanes import torch_rbln
 from lmcache.v1.platform.devices.rbln.lmcache_release import (
     groups_of,
     prepare_retrieve,
+    window_of,
 )
 from lmcache.v1.platform.devices.rbln.staging import arena
 from lmcache.v1.platform.devices.rbln.transfers import (
@@ -132,18 +125,14 @@ class RblnTransferContext(AsyncEngineDrivenTransferContext):
                 blocks_in_chunk,
             )
         )
-        if any(group.window_chunks >= 0 for group in groups_of(self)):
+        if groups_of(self, kv_caches, blocks_in_chunk).have_windows:
             # vLLM frees blocks that a window has passed without waiting for stores.
             self.flush_inflight_stores()
         return store
 
     def _null_chunk_indices(self, block_ids: list[list[int]]) -> list[list[int]]:
         """Return the chunks of each group that LMCache is not to store."""
-        context: Any = self
-        return [
-            chunks_not_stored(group, ids, context._null_block_id)
-            for group, ids in zip(groups_of(self), block_ids, strict=True)
-        ]
+        return groups_of(self, {}, 0).not_to_store(block_ids)
 
     def _release_staging(self, chunks: list[torch.Tensor]) -> None:
         """Keep chunks for later stores, unless copies may still write to them."""
@@ -181,14 +170,12 @@ class RblnTransferContext(AsyncEngineDrivenTransferContext):
         """
         context = self.engine_driven_context
         behind = event or self.create_recorded_event()
+        groups = groups_of(self, kv_caches, blocks_in_chunk)
         restore = Restore(key)
 
         def scatter() -> bool:
-            groups = self._groups_to_restore(
-                kv_caches, block_ids, blocks_in_chunk, skip_first_n_tokens
-            )
-            wanted = [group.chunks for group in groups]
-            chunks = prepare_retrieve(context, restore, self._instance_id, wanted)
+            parts = groups.to_restore(block_ids, skip_first_n_tokens)
+            chunks = prepare_retrieve(context, restore, self._instance_id, parts)
             if chunks is None:
                 return False
             behind.wait()
@@ -197,8 +184,19 @@ class RblnTransferContext(AsyncEngineDrivenTransferContext):
                 # A transfer is behind the current stream, and nothing is queued on this
                 # one: on the engine's it would wait for forwards that came later.
                 with torch_rbln().stream(self._copy_stream):
-                    for group, held in zip(groups, chunks, strict=True):
-                        self._scatter(kv_caches, group, held)
+                    for part, held in zip(parts, chunks, strict=True):
+                        group = part.group
+                        scatter_cpu_to_paged_kv(
+                            {name: kv_caches[name] for name in group.layer_names},
+                            part.block_ids,
+                            held,
+                            group.blocks_in_chunk,
+                            skip_first_n_tokens=part.skip_tokens,
+                            layout_hints=self._layout_hints,
+                            engine_kv_format=group.engine_kv_format,
+                            engine_type=self._engine_type,
+                            **window_of(group),
+                        )
             except StillInFlightError:
                 # Neither reported nor given up: nobody else gets the blocks.
                 logger.error(
@@ -219,60 +217,6 @@ class RblnTransferContext(AsyncEngineDrivenTransferContext):
             self._restores.add(restore)
             self._restore_executor.submit(self._run, restore, context, scatter)
         return restore
-
-    def _groups_to_restore(
-        self,
-        kv_caches: dict[str, torch.Tensor],
-        block_ids: list[list[int]],
-        blocks_in_chunk: int,
-        skip_tokens: int,
-    ) -> list[GroupRestore]:
-        """Return what a restore writes of each group.
-
-        Raises:
-            ValueError: The blocks are not those of the groups.
-        """
-        groups = groups_of(self)
-        if groups:
-            context: Any = self
-            null, chunk = context._null_block_id, context._chunk_tokens
-            return [
-                restore_of(group, ids, skip_tokens, chunk, null)
-                for group, ids in zip(groups, block_ids, strict=True)
-            ]
-        blocks = _single_group_block_ids(block_ids)
-        chunks = range(len(blocks) // blocks_in_chunk)
-        return [
-            GroupRestore(
-                list(kv_caches),
-                self._engine_kv_format,
-                chunks,
-                blocks,
-                blocks_in_chunk,
-                blocks_in_chunk,
-                skip_tokens,
-            )
-        ]
-
-    def _scatter(
-        self,
-        kv_caches: dict[str, torch.Tensor],
-        group: GroupRestore,
-        chunks: list[torch.Tensor],
-    ) -> None:
-        """Write one group's chunks to its blocks."""
-        windowed = group.blocks_per_window != group.blocks_in_chunk
-        scatter_cpu_to_paged_kv(
-            {name: kv_caches[name] for name in group.layer_names},
-            group.block_ids,
-            chunks,
-            group.blocks_in_chunk,
-            skip_first_n_tokens=group.skip_tokens,
-            layout_hints=self._layout_hints,
-            engine_kv_format=group.engine_kv_format,
-            engine_type=self._engine_type,
-            **({"blocks_per_window": group.blocks_per_window} if windowed else {}),
-        )
 
     def _run(
         self,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 # First Party
-from lmcache.v1.platform.devices.rbln.kv_groups import chunks_not_stored, restore_of
+from lmcache.v1.platform.devices.rbln.kv_groups import KVGroups
 
 CHUNK = 64
 
@@ -26,6 +26,11 @@ def group(blocks: int, held: int, window_chunks: int) -> Any:
         blocks_per_window=held,
         window_chunks=window_chunks,
     )
+
+
+def alone(kept: Any) -> KVGroups:
+    """One group, in a KV cache whose null block is 0."""
+    return KVGroups([kept], CHUNK, 0)
 
 
 FULL = group(4, 4, -1)
@@ -47,7 +52,7 @@ LARGE, SMALL = group(4, 4, 2), group(4, 2, 1)
 def test_a_chunk_that_lacks_a_block_is_not_stored(
     kept: Any, blocks: list[int], chunks: list[int]
 ) -> None:
-    assert chunks_not_stored(kept, list(blocks), 0) == chunks
+    assert alone(kept).not_to_store([blocks]) == [chunks]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +72,7 @@ def test_a_chunk_that_lacks_a_block_is_not_stored(
 def test_what_a_restore_writes(
     kept: Any, blocks: list[int], skip: int, first: int, wanted: int
 ) -> None:
-    part = restore_of(kept, blocks, skip, CHUNK, 0)
+    [part] = alone(kept).to_restore([blocks], skip)
     assert part.chunks == range(first, len(blocks) // 4)
     assert part.block_ids == list(blocks)[4 * first :]
     assert part.skip_tokens == wanted
@@ -75,12 +80,23 @@ def test_what_a_restore_writes(
 
 def test_what_is_no_whole_chunk_is_refused() -> None:
     with pytest.raises(ValueError, match="5 blocks, wanted whole chunks of 4"):
-        restore_of(FULL, range(1, 6), 0, CHUNK, 0)
+        alone(FULL).to_restore([range(1, 6)], 0)
 
 
 @pytest.mark.parametrize("kept", [FULL, LARGE])
 def test_a_null_block_behind_one_to_restore_is_refused(kept: Any) -> None:
     blocks = [1, 2, 0, 4]
     with pytest.raises(ValueError, match="null block 0 behind one to restore"):
-        restore_of(kept, blocks, 16, CHUNK, 0)
-    assert restore_of(kept, blocks, 32, CHUNK, 0).skip_tokens == 48
+        alone(kept).to_restore([blocks], 16)
+    [part] = alone(kept).to_restore([blocks], 32)
+    assert part.skip_tokens == 48
+
+
+def test_blocks_of_more_groups_than_there_are_are_refused() -> None:
+    with pytest.raises(ValueError, match="longer than"):
+        alone(FULL).to_restore([[1], [2]], 0)
+
+
+def test_the_only_group_of_a_kv_cache_has_no_null_block() -> None:
+    [part] = KVGroups([FULL]).to_restore([[3, 0, 1, 2]], 16)
+    assert (part.block_ids, part.skip_tokens) == ([3, 0, 1, 2], 16)
