@@ -94,7 +94,7 @@ def test_a_null_block_behind_one_to_restore_is_refused(kept: Any) -> None:
 
 def test_blocks_of_more_groups_than_there_are_are_refused() -> None:
     with pytest.raises(ValueError, match="longer than"):
-        alone(FULL).to_restore([[1], [2]], 0)
+        alone(FULL).to_restore([[1, 2, 3, 4]] * 2, 0)
 
 
 def test_the_only_group_of_a_kv_cache_has_no_null_block() -> None:
