@@ -11,6 +11,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
+import threading
 
 # Third Party
 import torch
@@ -198,7 +199,12 @@ def transfer(
         case.engine_kv_format,
         skip_blocks,
     )
-    if layers[0].device.type == "rbln" and hasattr(torch.rbln, "current_stream"):
+    if (
+        layers[0].device.type == "rbln"
+        and hasattr(torch.rbln, "current_stream")
+        # torch-rbln has few streams: that of a thread may be another transfer's too.
+        and threading.current_thread() is threading.main_thread()
+    ):
         # Complete on return: LMCache frees and reuses chunks at once.
         assert torch.rbln.current_stream(layers[0].device).query()
 
