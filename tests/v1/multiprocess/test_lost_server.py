@@ -7,6 +7,7 @@ from __future__ import annotations
 # Standard
 from collections.abc import Iterator
 from typing import Any
+import socket
 
 # Third Party
 import pytest
@@ -33,6 +34,24 @@ def listening(context: zmq.Context, port: int) -> zmq.Socket:
     socket.linger = 0
     socket.bind(f"tcp://127.0.0.1:{port or '*'}")
     return socket
+
+
+def test_they_wait_for_the_first_server(context: zmq.Context) -> None:
+    """Whatever else takes the connection before, as a proxy does."""
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        port = proxy.getsockname()[1]
+        address = f"tcp://127.0.0.1:{port}"
+        client: Any = ZmqMultiprocessClient(MessageQueueClient(address, context))
+        asked = client.ping(1)
+        for _ in range(2):
+            proxy.accept()[0].close()
+    try:
+        with listening(context, port) as server:
+            identity, request, operation, *_ = server.recv_multipart()
+            server.send_multipart([identity, request, operation, b"\xc3"])
+            assert asked.result(SOON_S) is True
+    finally:
+        client.close()
 
 
 def test_they_fail_and_the_next_server_is_asked(context: zmq.Context) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 # Standard
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import MagicMock
 import threading
 
 # Third Party
@@ -125,11 +126,53 @@ def test_what_copies_may_still_write_to_is_nobody_elses(
         assert worker.store("a").result(SOON_S) is False
         context: Any = worker.adapter.transfer_ctx
         context._commit_executor.submit(int).result(SOON_S)
+    lose(worker)
     assert worker.reports("a") == STORED
+    come_back(worker)
     assert worker.server.commits == []
     assert len(written) == 2
     kept = [chunk for pool in context._staging_pool.values() for chunk in pool]
     assert not {chunk.data_ptr() for chunk in kept} & set(written)
+
+
+def test_slots_whose_answer_is_lost_are_given_back(worker: Worker) -> None:
+    worker.server.answers = False
+    store = worker.store("a")
+    assert worker.server.asked.acquire(timeout=SOON_S)
+    worker.server.waiting[0].set_exception(TimeoutError("the connection is lost"))
+    # What is sent with its bytes needs no slots.
+    assert store.result(SOON_S) is not worker.shm
+    assert (ABORT_STORE in worker.server.commits) is worker.shm
+    assert worker.reports("a") == STORED
+    assert_stores(worker)
+
+
+def test_nothing_is_submitted_to_a_context_that_is_not_registered_yet(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A heartbeat replaces it while the engine submits."""
+    adapter = worker.adapter
+    unregistered = MagicMock()
+
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        context: Any = adapter.transfer_ctx
+        if context is not unregistered:
+            lose(worker)
+            context.give_up()
+            adapter.transfer_ctx = unregistered
+        return create(*args, **kwargs)
+
+    create = adapter._create_key
+    with monkeypatch.context() as planted:
+        planted.setattr(adapter, "_create_key", replaced)
+        assert worker.store("a").result(SOON_S) is False
+    come_back(worker)
+    with monkeypatch.context() as planted:
+        planted.setattr(adapter, "_create_key", replaced)
+        assert worker.submit("b").result(SOON_S) is False
+    come_back(worker)
+    unregistered.submit_store.assert_not_called()
+    unregistered.submit_retrieve.assert_not_called()
 
 
 def test_a_new_server_gets_no_slots_that_nothing_was_written_to(

@@ -162,7 +162,14 @@ class Store(Transfer):
             self._reserves = True
             return client.prepare_store(key, instance_id, *more)
 
-        return self.ask(request)
+        slots = self.ask(request)
+        slots.add_done_callback(self._give_back_unseen)
+        return slots
+
+    def _give_back_unseen(self, slots: MessagingFuture[Any]) -> None:
+        """Give slots back whose answer is lost: LMCache knows of none to give back."""
+        if isinstance(slots.exception_, TimeoutError):
+            self._abort(self)
 
     def commit(
         self, client: RequestClient, instance_id: int, data: bytes
@@ -171,7 +178,7 @@ class Store(Transfer):
         if data == ABORT_STORE:
             if isinstance(sys.exc_info()[1], StillInFlightError):
                 # Its copies may still write to the slots: nobody else gets them.
-                return None
+                self._reserves = False
             with self._lock:
                 reserves, self._reserves = self._reserves, False
             if not reserves:
