@@ -36,12 +36,18 @@ def listening(context: zmq.Context, port: int) -> zmq.Socket:
     return socket
 
 
+def client_of(address: str, context: zmq.Context) -> Any:
+    # Its requests are made when the class is.
+    made: Any = ZmqMultiprocessClient
+    return made(MessageQueueClient(address, context))
+
+
 def test_they_wait_for_the_first_server(context: zmq.Context) -> None:
     """Whatever else takes the connection before, as a proxy does."""
     with socket.create_server(("127.0.0.1", 0)) as proxy:
         port = proxy.getsockname()[1]
         address = f"tcp://127.0.0.1:{port}"
-        client: Any = ZmqMultiprocessClient(MessageQueueClient(address, context))
+        client = client_of(address, context)
         asked = client.ping(1)
         for _ in range(2):
             proxy.accept()[0].close()
@@ -56,8 +62,8 @@ def test_they_wait_for_the_first_server(context: zmq.Context) -> None:
 
 def test_they_fail_and_the_next_server_is_asked(context: zmq.Context) -> None:
     server = listening(context, 0)
-    address = server.last_endpoint.decode()
-    client: Any = ZmqMultiprocessClient(MessageQueueClient(address, context))
+    address = str(server.getsockopt_string(zmq.LAST_ENDPOINT))
+    client = client_of(address, context)
     try:
         asked = client.ping(1)
         server.recv_multipart()

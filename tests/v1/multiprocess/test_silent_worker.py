@@ -6,6 +6,7 @@ from __future__ import annotations
 
 # Standard
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 # First Party
@@ -15,7 +16,7 @@ from lmcache.v1.multiprocess.modules.engine_driven_transfer import (
 
 
 def test_it_may_go_on_to_fill_them() -> None:
-    module = EngineDrivenTransferModule(mock.MagicMock())
+    module: Any = EngineDrivenTransferModule(mock.MagicMock())
     registered = SimpleNamespace(
         last_seen=0.0, has_liveness_signal=True, model_name="model", world_size=1
     )
