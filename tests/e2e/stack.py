@@ -34,6 +34,7 @@ LOCAL_HITS = "vllm:prefix_cache_hits_total"
 # As the worker, and the scheduler's and the worker's heartbeats write in the log.
 REGISTERED = "Worker engine-driven context registered"
 LOST, FOUND = "entering degraded mode", "resuming normal operation"
+HEARTBEATS = 2
 BLOCK_SIZE = 128
 MAX_MODEL_LEN = 1024
 
@@ -163,17 +164,18 @@ class Stack:
         self.cache.stop()
         self._cache_config = replace(self._cache_config, shm_name=shm_name)
         self.cache = self._new_cache(port)
+        # So that each of them says that it has found the new one.
+        wait_until(
+            lambda: self._said(LOST) >= lost + HEARTBEATS,
+            "scheduler and worker notice that the LMCache server is gone",
+        )
         self.cache.start()
         self.cache.wait_ready()
         wait_until(
-            lambda: self._said(REGISTERED) > registered,
-            "the worker registers with the new LMCache server",
-        )
-        # Where a heartbeat was missed.
-        wait_until(
-            lambda: self._said(FOUND) - found >= self._said(LOST) - lost,
+            lambda: self._said(FOUND) >= found + HEARTBEATS,
             "scheduler and worker find the new LMCache server",
         )
+        assert self._said(REGISTERED) > registered
 
     def _said(self, what: str) -> int:
         """How often the engine has logged something."""
