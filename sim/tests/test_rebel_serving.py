@@ -14,7 +14,7 @@ import pytest
 import torch
 
 # First Party
-from tests.support.forked_programs import ForkedPrograms
+from tests.support.forked_programs import ForkedPrograms, forking
 from tests.support.serving import tiny_models
 
 pytestmark = [
@@ -88,9 +88,8 @@ def reference(model: Path) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def programs() -> Iterator[ForkedPrograms]:
-    made = ForkedPrograms()
-    yield made
-    made.close()
+    with forking() as made:
+        yield made
 
 
 @pytest.mark.parametrize(

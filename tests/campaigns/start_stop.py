@@ -17,6 +17,7 @@ seconds, and it must end.
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 import argparse
 import functools
@@ -30,8 +31,8 @@ from tests.campaigns import connector_trials, engine_trials
 from tests.campaigns.connector_trials import ENDS, TIERS, Result, Trial, problems, rds
 from tests.campaigns.engine_trials import CONNECTOR, MP_CONNECTOR, Stop
 from tests.e2e.serving import serving_environment
-from tests.support.forked_programs import ForkedPrograms
-from tests.support.serving import processes, tiny_models
+from tests.support.forked_programs import forking
+from tests.support.serving import tiny_models
 from tests.support.serving.runtime import Runtime, find_runtime, own_machine
 
 WITHIN_S = 10.0
@@ -175,15 +176,10 @@ def engines(folder: Path, options: argparse.Namespace) -> int:
         )
 
     trials = [(time, name) for time in range(options.engine_times) for name in names]
-    programs = ForkedPrograms()
-    if not options.unforked:
-        processes.launch = programs.start
-    try:
-        engine_trials.model_in(folder)
-        with ThreadPoolExecutor(options.jobs) as pool:
-            list(pool.map(run, trials))
-    finally:
-        programs.close()
+    engine_trials.model_in(folder)
+    starts = nullcontext() if options.unforked else forking()
+    with starts, ThreadPoolExecutor(options.jobs) as pool:
+        list(pool.map(run, trials))
     for name, results in seen.items():
         slowest = max(result.seconds for result in results)
         waited = sum(result.waited for result in results)

@@ -12,6 +12,7 @@ runtime yet when this file is read.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +21,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 # First Party
-from tests.support.serving import processes
 from tests.support.serving.runtime import Runtime, find_runtime
 
 if TYPE_CHECKING:
@@ -48,16 +48,10 @@ def runtime() -> Runtime:
 def forked_servers(runtime: Runtime) -> Iterator[None]:
     """Start servers as forks of a process that has vLLM imported."""
     # First Party
-    from tests.support.forked_programs import ForkedPrograms
+    from tests.support.forked_programs import forking
 
-    if not runtime.simulated:
+    with forking() if runtime.simulated else nullcontext():
         yield
-        return
-    programs = ForkedPrograms()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(processes, "launch", programs.start)
-        yield
-    programs.close()
 
 
 @pytest.fixture(scope="session")

@@ -12,11 +12,12 @@ fork that begins or ends, until its input ends.
 """
 
 # Standard
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import IO, Any
+from unittest import mock
 import gc
 import json
 import os
@@ -30,6 +31,7 @@ import sys
 import threading
 
 # First Party
+from tests.support.serving import processes
 from tests.support.serving.processes import Program, start_program
 
 REPO = Path(__file__).resolve().parents[2]
@@ -129,6 +131,17 @@ class ForkedPrograms:
         for forker in self._forkers.values():
             forker.close()
         self._forkers.clear()
+
+
+@contextmanager
+def forking() -> Iterator[ForkedPrograms]:
+    """Let the servers of this process start as forks."""
+    programs = ForkedPrograms()
+    with mock.patch.object(processes, "launch", programs.start):
+        try:
+            yield programs
+        finally:
+            programs.close()
 
 
 def _imported_as(env: Mapping[str, str]) -> frozenset[tuple[str, str]]:

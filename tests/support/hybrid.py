@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 import itertools
+import threading
 import time
 
 # Third Party
@@ -215,6 +216,15 @@ class HybridWorker:
 
     def _chunks(self, block_ids: list[list[int]]) -> int:
         return len(block_ids[0]) // self.groups[0].blocks_in_chunk
+
+    def end_stores(self) -> None:
+        """Return when no thread is at a store that was submitted before."""
+        executor = self.context._commit_executor
+        threads = executor._max_workers
+        all_free = threading.Barrier(threads)
+        waiting = [executor.submit(all_free.wait, SOON_S) for _ in range(threads)]
+        for each in waiting:
+            each.result(SOON_S)
 
     def close(self) -> None:
         """Unregister, as a worker that stops does."""

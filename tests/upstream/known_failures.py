@@ -14,17 +14,22 @@ import tomllib
 # Third Party
 import pytest
 
-_RELEASE = metadata.version("lmcache").split("+")[0]
-_LISTED = tomllib.loads(
-    Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
-)[_RELEASE]
+RELEASE = metadata.version("lmcache").split("+")[0]
+_ALL = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_EVERY, _OWN = _ALL["of every release"], _ALL.get(RELEASE, {})
+#: Files that can't be imported over our wheel.
+NOT_IMPORTED: list[str] = _EVERY["not_imported"]
+#: Reasons by pattern: of what fails, and of what fails under load.
+FAILS, FAILS_UNDER_LOAD = (
+    _EVERY[kind] | _OWN.get(kind, {}) for kind in ("fails", "fails_under_load")
+)
 _used = pytest.StashKey[set[str]]()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave out the files that can't be imported over our wheel."""
     path = collection_path.relative_to(config.rootpath).as_posix()
-    return True if path in _LISTED["not_imported"] else None
+    return True if path in NOT_IMPORTED else None
 
 
 def pytest_collection_modifyitems(
@@ -32,9 +37,9 @@ def pytest_collection_modifyitems(
 ) -> None:
     """Mark what is known to fail."""
     used = config.stash.setdefault(_used, set())
-    for kind in ("fails", "fails_under_load"):
-        for pattern, reason in _LISTED[kind].items():
-            mark = pytest.mark.xfail(reason=reason, strict=kind == "fails")
+    for listed, strict in ((FAILS, True), (FAILS_UNDER_LOAD, False)):
+        for pattern, reason in listed.items():
+            mark = pytest.mark.xfail(reason=reason, strict=strict)
             for item in items:
                 if fnmatchcase(item.nodeid, pattern):
                     used.add(pattern)
@@ -45,5 +50,5 @@ def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
     """Say which lines of the list name nothing that was collected."""
-    for pattern in _LISTED["fails"].keys() - config.stash.get(_used, set()):
+    for pattern in FAILS.keys() - config.stash.get(_used, set()):
         terminalreporter.write_line(f"listed, and not among these tests: {pattern}")

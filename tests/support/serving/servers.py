@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 import json
 import random
 import socket
@@ -393,6 +393,24 @@ class Engine:
             raise self.process.failure("did not end on SIGTERM and was killed")
 
 
+_Running = TypeVar("_Running", CacheServer, Engine)
+
+
+@contextmanager
+def running(server: _Running) -> Iterator[_Running]:
+    """Start a server, wait until it answers, and stop it at the end.
+
+    Raises:
+        ServerFailedError: If it does not start, or does not stop as it should.
+    """
+    server.start()
+    try:
+        server.wait_ready()
+        yield server
+    finally:
+        server.stop()
+
+
 @contextmanager
 def serving(cache: CacheServer, engine: Engine) -> Iterator[None]:
     """Start both servers, the engine when the other one answers; stop them at the end.
@@ -400,17 +418,8 @@ def serving(cache: CacheServer, engine: Engine) -> Iterator[None]:
     Raises:
         ServerFailedError: If one does not start, or does not stop as it should.
     """
-    cache.start()
-    try:
-        cache.wait_ready()
-        engine.start()
-        try:
-            engine.wait_ready()
-            yield
-        finally:
-            engine.stop()
-    finally:
-        cache.stop()
+    with running(cache), running(engine):
+        yield
 
 
 def transport_of(engine_log: str) -> str | None:

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny random-weight models in Hugging Face's format, made on the spot.
 
-``python -m tests.support.serving.tiny_models KIND FOLDER`` writes a model that vLLM and
-transformers load: nothing is downloaded, neither torch nor transformers is imported,
-and the same arguments give the same bytes. Text is made of the words ``w0 w1 ...``,
-one token each.
+vLLM and transformers load them: nothing is downloaded, neither torch nor transformers
+is imported, and the same arguments give the same bytes. Text is made of the words
+``w0 w1 ...``, one token each.
 """
 
 # Standard
-import argparse
 import json
 import zlib
 from collections.abc import Iterator
@@ -285,27 +283,3 @@ def make(
         },
     )
     return model
-
-
-def main() -> None:
-    """Make a model from the command line and print its folder."""
-    parser = argparse.ArgumentParser(description="Make a tiny random-weight model.")
-    parser.add_argument("kind", choices=NAMES)
-    parser.add_argument("folder", type=Path, help="the model goes to FOLDER/KIND")
-    parser.add_argument(
-        "--dtype", choices=tuple(_SAFETENSORS_DTYPES), default="float16"
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    for field in fields(Size):
-        option = f"--{field.name.replace('_', '-')}"
-        parser.add_argument(option, type=int, default=field.default)
-    args = parser.parse_args()
-    try:
-        size = Size(**{field.name: getattr(args, field.name) for field in fields(Size)})
-    except ValueError as error:
-        parser.error(str(error))
-    print(make(args.kind, args.folder, size, args.dtype, args.seed))
-
-
-if __name__ == "__main__":
-    main()

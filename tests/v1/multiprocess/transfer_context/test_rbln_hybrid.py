@@ -25,7 +25,11 @@ from lmcache.v1.platform.devices.rbln import transfer_context
 from lmcache.v1.platform.devices.rbln.block_transfer import StillInFlightError
 from lmcache.v1.platform.devices.rbln.lmcache_release import HAS_GROUPS
 from rbln_sim.pytest_plugin import machine_environment
-from tests.support.serving.servers import CacheServer, CacheServerConfig
+from tests.support.serving.servers import (
+    CacheServer,
+    CacheServerConfig,
+    running,
+)
 
 pytestmark = [
     pytest.mark.sim,
@@ -51,17 +55,13 @@ def server(
 ) -> Iterator[CacheServer]:
     folder = tmp_path_factory.mktemp("server")
     name = f"rbln_hybrid_{os.getpid()}" if request.param == "SHM" else ""
-    started = CacheServer(
+    made = CacheServer(
         CacheServerConfig(CHUNK, shm_name=name, l1_size_gb=0.1),
         {**machine_environment(folder / "machine"), "PYTHONHASHSEED": "0"},
         folder,
     )
-    started.start()
-    try:
-        started.wait_ready()
+    with running(made) as started:
         yield started
-    finally:
-        started.stop()
 
 
 @pytest.fixture
@@ -383,7 +383,7 @@ def test_a_store_is_given_up_when_its_last_group_is_read(
     assert not store.query()
     held.opened.set()
     assert store.result(SOON_S) is False
-    worker.context._commit_executor.submit(int).result(SOON_S)
+    worker.end_stores()
     # Nothing of either group is published, and slots are free again.
     assert commits == ([ABORT_STORE] if server.segment else [])
     assert worker.found("b", 2) == 0

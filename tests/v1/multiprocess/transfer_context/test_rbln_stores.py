@@ -125,7 +125,6 @@ def test_what_copies_may_still_write_to_is_nobody_elses(
         planted.setattr(staging.StagingArena, "in_use", lambda _: (0, 1))
         assert worker.store("a").result(SOON_S) is False
         context: Any = worker.adapter.transfer_ctx
-        context._commit_executor.submit(int).result(SOON_S)
     lose(worker)
     assert worker.reports("a") == STORED
     come_back(worker)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 # Standard
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 import json
@@ -19,9 +18,13 @@ import pytest
 from rbln_sim.pytest_plugin import machine_environment
 from tests.e2e.stack import wait_until
 from tests.e2e.starts import Ended
-from tests.support.forked_programs import ForkedPrograms
+from tests.support.forked_programs import forking
 from tests.support.serving import processes
-from tests.support.serving.servers import CacheServer, CacheServerConfig
+from tests.support.serving.servers import (
+    CacheServer,
+    CacheServerConfig,
+    running,
+)
 
 pytestmark = [pytest.mark.sim, pytest.mark.slow]
 WORKER = Path(__file__).parents[3] / "support" / "mp_worker.py"
@@ -36,30 +39,20 @@ TENANTS = ("tenant-A", "tenant-B", "")
 @pytest.fixture(scope="module", autouse=True)
 def forked() -> Iterator[None]:
     """Fork servers and workers from a process that has vLLM imported."""
-    programs = ForkedPrograms()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(processes, "launch", programs.start)
+    with forking():
         yield
-    programs.close()
 
 
-@contextmanager
-def running(folder: Path, shm: bool, *arguments: str, **mode: str) -> Iterator[Any]:
-    """Run a server; its log and its working directory are in ``folder``."""
+def cache_server(folder: Path, shm: bool, *arguments: str, **mode: str) -> CacheServer:
+    """Make a server; its log and its working directory are in ``folder``."""
     name = f"rbln_worker_{os.getpid()}" if shm else ""
-    server = CacheServer(
+    return CacheServer(
         CacheServerConfig(
             CHUNK, shm_name=name, l1_size_gb=0.1, extra_args=arguments, **mode
         ),
         {**machine_environment(folder / "machine"), "PYTHONHASHSEED": "0"},
         folder,
     )
-    server.start()
-    try:
-        server.wait_ready()
-        yield server
-    finally:
-        server.stop()
 
 
 @pytest.fixture(scope="module", params=["SHM", "pickle"])
@@ -68,7 +61,7 @@ def server(
 ) -> Iterator[CacheServer]:
     """A server of each transport."""
     folder = tmp_path_factory.mktemp("server")
-    with running(folder, shm=request.param == "SHM") as server:
+    with running(cache_server(folder, shm=request.param == "SHM")) as server:
         yield server
 
 
@@ -141,7 +134,7 @@ def test_a_server_that_is_new_is_registered_with(
 
 
 def test_a_worker_does_not_wait_for_a_server_that_is_gone(tmp_path: Path) -> None:
-    with running(tmp_path / "server", True) as server:
+    with running(cache_server(tmp_path / "server", True)) as server:
         steps = [["store", "a"], ["without", str(server.process.pid)]]
         done = work(server, tmp_path, *steps)
     assert results(done) == [True, None]
@@ -150,7 +143,7 @@ def test_a_worker_does_not_wait_for_a_server_that_is_gone(tmp_path: Path) -> Non
 
 def test_what_waits_for_a_server_ends_with_it(tmp_path: Path) -> None:
     """Without a heartbeat, which could come when another one is there."""
-    with running(tmp_path / "server", True) as server:
+    with running(cache_server(tmp_path / "server", True)) as server:
         done = work(server, tmp_path, ["lost", str(server.process.pid)])
     assert results(done) == [[False, "TimeoutError"]]
 
@@ -198,12 +191,12 @@ def test_tenants_stay_apart_after_a_restart_of_the_server(tmp_path: Path) -> Non
     disk = tmp_path / "disk"
     disk.mkdir()
     keeps = ("--l2-adapter", json.dumps({"type": "fs", "base_path": str(disk)}))
-    with running(tmp_path / "first", True, *keeps) as server:
+    with running(cache_server(tmp_path / "first", True, *keeps)) as server:
         for tenant in TENANTS[:2]:
             assert results(work(server, tmp_path, ["store", "a", tenant])) == [True]
         # Two chunks of each; a file gets its name when it is complete.
         wait_until(lambda: len(list(disk.rglob("*.data"))) == 4, "chunks on the disk")
-    with running(tmp_path / "second", True, *keeps) as server:
+    with running(cache_server(tmp_path / "second", True, *keeps)) as server:
         steps = [["found", "other", "tenant-C"], ["found", "none", ""]]
         steps += [["found", "a", "tenant-A"], ["retrieve", "a", "tenant-A"]]
         assert results(work(server, tmp_path, *steps, ["is_exact"])) == [
@@ -216,7 +209,9 @@ def test_tenants_stay_apart_after_a_restart_of_the_server(tmp_path: Path) -> Non
 
 
 def test_a_server_in_the_wrong_mode_is_named(tmp_path: Path) -> None:
-    with running(tmp_path, True, transfer_mode="lmcache_driven") as server:
+    with running(
+        cache_server(tmp_path, True, transfer_mode="lmcache_driven")
+    ) as server:
         done = work(server, tmp_path, ["context"])
     assert done.status == 1
     # torch-rbln says afterwards what it leaves to the end of the process.

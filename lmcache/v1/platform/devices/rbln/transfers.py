@@ -176,12 +176,10 @@ class Store(Transfer):
     ) -> MessagingFuture[Any] | None:
         """Tell the server that slots are filled, or once that they never will be."""
         if data == ABORT_STORE:
-            if isinstance(sys.exc_info()[1], StillInFlightError):
-                # Its copies may still write to the slots: nobody else gets them.
-                self._reserves = False
             with self._lock:
                 reserves, self._reserves = self._reserves, False
-            if not reserves:
+            # While copies may still write to the slots, nobody else gets them.
+            if not reserves or isinstance(sys.exc_info()[1], StillInFlightError):
                 return None
             return client.commit_store(self.key, instance_id, data)
         self.end()
