@@ -9,6 +9,7 @@ are to be loaded.
 from __future__ import annotations
 
 # Standard
+from collections import deque
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -80,9 +81,6 @@ def test_an_ended_request_holds_nothing(pins: Pins, scheduled: bool) -> None:
     # Third Party
     from vllm.v1.core.sched.output import SchedulerOutput
 
-    # First Party
-    from lmcache_rbln.integration.vllm.recovery import UnloadedBlocks
-
     connector = scheduler_side(Lookup(CHUNK), CHUNK, CHUNK)
     if not scheduled:
         connector._adapter.load_specs["r"] = object()
@@ -91,11 +89,26 @@ def test_an_ended_request_holds_nothing(pins: Pins, scheduled: bool) -> None:
     step.finished_req_ids = {"r"}
     metadata = connector.build_connector_meta(step)
     assert metadata.ended_requests == ["r"]
+    next_metadata = connector.build_connector_meta(SchedulerOutput.make_empty())
+    begin_step(connector, pins, metadata)
+    assert pins.held() == [0, 0]
+    # The scheduler waited no longer for this one.
+    pins.look_up("r")
+    pins.look_up("other")
+    begin_step(connector, pins, next_metadata)
+    assert pins.held() == [1, 1]
+
+
+def begin_step(connector: Any, pins: Pins, metadata: Any) -> None:
+    """Begin a step on a worker that has this engine."""
+    # First Party
+    from lmcache_rbln.integration.vllm.recovery import UnloadedBlocks
+
     connector._adapter._manager = SimpleNamespace(lmcache_engine=pins.engine)
     connector._adapter.kv_caches = {"layer": None}
     connector._adapter._parent = connector
     connector._adapter._invalid_block_ids = set()
     connector._unloaded, connector._unreported = UnloadedBlocks(CHUNK), set()
+    connector._ended = getattr(connector, "_ended", deque(maxlen=2))
     connector.bind_connector_metadata(metadata)
     connector.start_load_kv(SimpleNamespace(attn_metadata=None))
-    assert pins.held() == [0, 0]

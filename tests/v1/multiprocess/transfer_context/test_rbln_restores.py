@@ -20,7 +20,7 @@ import torch
 # First Party
 from lmcache.v1.multiprocess.custom_types import PrepareRetrieveResponse
 from lmcache.v1.multiprocess.futures import MessagingFuture
-from lmcache.v1.platform.devices.rbln import staging, transfer_context
+from lmcache.v1.platform.devices.rbln import transfer_context
 from lmcache.v1.platform.devices.rbln.block_transfer import StillInFlightError
 
 pytestmark = [pytest.mark.npu, pytest.mark.deferred]
@@ -168,9 +168,6 @@ def test_no_restore_draws_a_stream(
     small: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch-rbln has 32, and gives out again those that somebody uses."""
-    # In one in which callers have had all 32, lanes are drawn anew.
-    arena = staging.StagingArena(2, 1)
-    monkeypatch.setattr(staging, "_process_arena", arena)
     assert small.submit("a").result(SOON_S) is True
     drawn = mock.MagicMock(wraps=torch.rbln.Stream)
     monkeypatch.setattr(torch.rbln, "Stream", drawn)
@@ -181,7 +178,6 @@ def test_no_restore_draws_a_stream(
             assert small.submit(name).result(SOON_S) is False
     assert small.submit("d").result(SOON_S) is True
     drawn.assert_not_called()
-    arena.close()
 
 
 @pytest.mark.parametrize("answer", [False, ConnectionError("no server")])

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 # Standard
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 import functools
@@ -40,6 +41,8 @@ logger = init_logger(__name__)
 front_process.announce()
 
 _Arguments = ParamSpec("_Arguments")
+#: Requests whose end a worker remembers, for lookups that are later still.
+ENDED_REQUESTS = 256
 #: Connectors that have not been shut down.
 _open: weakref.WeakSet[RBLNLMCacheConnectorV1] = weakref.WeakSet()
 
@@ -117,6 +120,8 @@ class RBLNLMCacheConnectorV1(SchedulerSide):
         self._unloaded = UnloadedBlocks(vllm_config.cache_config.block_size)
         #: Those of them that vLLM has not been told of.
         self._unreported: set[int] = set()
+        #: The last requests that ended.
+        self._ended: deque[str] = deque(maxlen=ENDED_REQUESTS)
         _open.add(self)
         front_process.leave_sockets(service.socket_paths(config, vllm_config))
         if role == KVConnectorRole.SCHEDULER:
@@ -237,7 +242,10 @@ class RBLNLMCacheConnectorV1(SchedulerSide):
         assert isinstance(metadata, RBLNConnectorMetadata)
         engine = self._adapter.lmcache_engine
         if engine is not None:
-            for request_id in metadata.ended_requests:
+            self._ended.extend(metadata.ended_requests)
+            # A lookup that timed out may come to its end behind its request.
+            late = [name for name in list(engine.lookup_pins) if name in self._ended]
+            for request_id in {*metadata.ended_requests, *late}:
                 engine.lookup_unpin(request_id)
         self._unloaded.clear(metadata.recovered_blocks)
         super().start_load_kv(forward_context, **kwargs)

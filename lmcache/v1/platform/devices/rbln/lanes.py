@@ -109,6 +109,8 @@ class LanePool:
         self.by_device: dict[torch.device, list[Lane]] = defaultdict(list)
         # Streams that callers were seen to use.
         self._callers: dict[torch.device, set[int]] = defaultdict(set)
+        # Devices of which they have had every stream that is in no lane.
+        self._all_had: set[torch.device] = set()
 
     def see_caller(self, device: torch.device) -> None:
         """Keep what is now current out of lanes: callers may wait for it."""
@@ -132,9 +134,12 @@ class LanePool:
         if lane.stream is None or lane.stream.stream_id in callers:
             # Where callers have had all, lanes and what is now current are still few.
             current = torch_rbln().current_stream(device).stream_id
-            lane.stream = _draw(device, ours | callers) or _draw(
-                device, ours | {current}
-            )
+            if device not in self._all_had:
+                lane.stream = _draw(device, ours | callers)
+                if lane.stream is None:
+                    self._all_had.add(device)
+            if lane.stream is None or lane.stream.stream_id == current:
+                lane.stream = _draw(device, ours | {current})
         return lane
 
 

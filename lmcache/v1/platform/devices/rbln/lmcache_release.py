@@ -36,6 +36,14 @@ class _OneGroup:
     window_chunks: int = -1
 
 
+def several_groups(transfers: Any) -> KVGroups | None:
+    """Return the groups that a worker has registered, or None if there is only one."""
+    groups = getattr(transfers, "_group_states", [])
+    if not groups:
+        return None
+    return KVGroups(groups, transfers._chunk_tokens, transfers._null_block_id)
+
+
 def groups_of(
     transfers: Any, kv_caches: Mapping[str, Any], blocks_in_chunk: int
 ) -> KVGroups:
@@ -46,12 +54,9 @@ def groups_of(
         kv_caches: KV tensor by layer name.
         blocks_in_chunk: Blocks of a chunk, if there is one group.
     """
-    several = getattr(transfers, "_group_states", [])
-    if several:
-        return KVGroups(several, transfers._chunk_tokens, transfers._null_block_id)
     kv_format = transfers._engine_kv_format
     one = _OneGroup(list(kv_caches), kv_format, blocks_in_chunk, blocks_in_chunk)
-    return KVGroups([one])
+    return several_groups(transfers) or KVGroups([one])
 
 
 def window_of(group: KVGroup) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from lmcache.v1.platform.devices.rbln.lanes import torch_rbln
 from lmcache.v1.platform.devices.rbln.lmcache_release import (
     groups_of,
     prepare_retrieve,
+    several_groups,
     window_of,
 )
 from lmcache.v1.platform.devices.rbln.staging import arena
@@ -125,14 +126,16 @@ class RblnTransferContext(AsyncEngineDrivenTransferContext):
                 blocks_in_chunk,
             )
         )
-        if groups_of(self, kv_caches, blocks_in_chunk).have_windows:
+        groups = several_groups(self)
+        if groups and groups.have_windows:
             # vLLM frees blocks that a window has passed without waiting for stores.
             self.flush_inflight_stores()
         return store
 
     def _null_chunk_indices(self, block_ids: list[list[int]]) -> list[list[int]]:
         """Return the chunks of each group that LMCache is not to store."""
-        return groups_of(self, {}, 0).not_to_store(block_ids)
+        groups = several_groups(self)
+        return groups.not_to_store(block_ids) if groups else [[] for _ in block_ids]
 
     def _release_staging(self, chunks: list[torch.Tensor]) -> None:
         """Keep chunks for later stores, unless copies may still write to them."""

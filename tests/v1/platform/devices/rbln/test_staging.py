@@ -415,6 +415,12 @@ def test_where_callers_have_every_stream_only_their_current_one_is_avoided(
         with leased(arena) as lease:
             assert lease.lane is not None
             assert lease.lane.stream.stream_id != npu.current
+            kept = lease.lane.stream
+    # What a lane has is not drawn again for what is not current.
+    for npu.current in {*range(1, lanes.STREAM_POOL + 1)} - {kept.stream_id}:
+        with leased(arena) as lease:
+            assert lease.lane is not None
+            assert lease.lane.stream is kept
 
 
 FILES = ("rbln/staging.py", "rbln/lanes.py")
