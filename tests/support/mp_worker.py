@@ -10,10 +10,12 @@ JSON list, behind ``[RESULTS]``. All workers have the same KV in the same blocks
 from __future__ import annotations
 
 # Standard
+from pathlib import Path
 from typing import Any
 from unittest import mock
 import json
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -152,6 +154,12 @@ class Worker:
         ).result(60)
         return len(prepared.context.get("slots", []))
 
+    def commit_what_makes(self, path: str) -> None:
+        """Send in place of chunks what makes a file where it is unpickled."""
+        chunks = pickle.dumps([_Makes(path)])
+        key, number = self._key("hostile"), self.adapter.instance_id
+        self.adapter.req_client.commit_store(key, number, chunks)
+
     def forgotten(self) -> None:
         """Let the server forget the worker, as a new one does not know it."""
         self.adapter.req_client.unregister_kv_cache_engine_driven_context(
@@ -198,6 +206,16 @@ class Worker:
         return self.adapter._create_key(
             as_handed_over(tokens), 0, len(tokens), request_id=name, cache_salt=salt
         )
+
+
+class _Makes:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path(self._path),)
 
 
 def synchronous() -> None:

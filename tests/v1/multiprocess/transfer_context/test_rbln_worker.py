@@ -208,6 +208,17 @@ def test_tenants_stay_apart_after_a_restart_of_the_server(tmp_path: Path) -> Non
         ]
 
 
+def test_a_message_runs_nothing_in_the_server(
+    server: CacheServer, tmp_path: Path
+) -> None:
+    """Its worker is answered in order, so it has read that one."""
+    server.clear()
+    made = tmp_path / "made"
+    done = work(server, tmp_path, ["commit_what_makes", str(made)], ["store", "a"])
+    assert results(done) == [None, True], done.log
+    assert not made.exists()
+
+
 def test_a_server_in_the_wrong_mode_is_named(tmp_path: Path) -> None:
     with running(
         cache_server(tmp_path, True, transfer_mode="lmcache_driven")
