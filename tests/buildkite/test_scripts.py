@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 # Third Party
+import psutil
 import pytest
 import yaml
 
@@ -115,10 +116,12 @@ def test_device_tests_run(env: dict[str, str]) -> None:
 @pytest.mark.slow
 def test_demo_runs_and_leaves_nothing(env: dict[str, str]) -> None:
     small = ("--prompts", "2", "--prompt-tokens", "900", "--max-tokens", "4")
-    segments = set(Path("/dev/shm").glob("lmcache_l1_pool_rbln_demo_*"))
     ended = run("run-e2e.sh", env, "demo", *small)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "tokens restored     1,536 of 1,536" in ended.stdout
     assert "outputs equal       2 of 2" in ended.stdout
     assert "transport           shared memory" in ended.stdout
-    assert set(Path("/dev/shm").glob("lmcache_l1_pool_rbln_demo_*")) <= segments
+    # Other demos may run on this machine; the name ends with the process.
+    segments = Path("/dev/shm").glob("lmcache_l1_pool_rbln_demo_*")
+    ids = [int(segment.name.rpartition("_")[2]) for segment in segments]
+    assert all(map(psutil.pid_exists, ids))

@@ -26,8 +26,6 @@ def test_a_hundred_kills(tmp_path: Path) -> None:
         "RBLN_SIM_STATE_DIR": str(tmp_path / "npus"),
         "RBLN_SIM_RDS_FILE": str(tmp_path / "nvme.img"),
         "RBLN_SIM_RDS_GIB": "0.01",
-        # Time between payload and header, for kills to fall into.
-        "RBLN_SIM_RDS_FAULTS": "delay:write:1:2ms+sticky",
         "LMCACHE_DEVICE_BACKEND": "rbln",
         "PROMETHEUS_MULTIPROC_DIR": str(tmp_path / "metrics"),
     }
