@@ -22,6 +22,9 @@ LOGGED: dict[str, tuple[str, ...]] = {
         "torch-rbln is installed, but LMCache does not use RBLN",
     ),
     "server-with-another-torch": ("this LMCache was built for torch",),
+    "server-with-the-memory-of-another": (
+        "this LMCache server; got that of another one that is running",
+    ),
     # LMCacheMPConnector
     "lmcache-driven": ("MP transfer mode 'lmcache_driven' is not supported",),
     "unserved": (

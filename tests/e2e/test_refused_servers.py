@@ -4,6 +4,7 @@
 # Standard
 from collections.abc import Mapping
 from pathlib import Path
+import os
 
 # Third Party
 import pytest
@@ -14,7 +15,12 @@ from tests.e2e.messages import assert_logged
 from tests.e2e.serving import serving_environment
 from tests.e2e.starts import Ended, Starts
 from tests.support.serving.runtime import Runtime, own_machine
-from tests.support.serving.servers import CacheServer, CacheServerConfig
+from tests.support.serving.servers import (
+    CacheServer,
+    CacheServerConfig,
+    ServerFailedError,
+    running,
+)
 
 pytestmark = pytest.mark.sim
 
@@ -102,3 +108,20 @@ def test_unpinned_it_serves_and_warns(runtime: Runtime, tmp_path: Path) -> None:
         assert_logged("unpinned-server-without-npu", server.process.log())
     finally:
         server.stop()
+
+
+def test_a_running_server_keeps_its_shared_memory(
+    runtime: Runtime, tmp_path: Path
+) -> None:
+    """A second one took it away, and the first one's workers copied from it."""
+    env = serving_environment(runtime, tmp_path / "cache") | own_machine(tmp_path)
+    config = CacheServerConfig(256, shm_name=f"rbln_refused_{os.getpid()}")
+    with running(CacheServer(config, env, tmp_path)) as first:
+        assert first.segment is not None
+        before = first.segment.stat()
+        second = CacheServer(config, env, tmp_path, name="second")
+        second.start()
+        with pytest.raises(ServerFailedError):
+            second.wait_ready()
+        assert_logged("server-with-the-memory-of-another", second.process.log())
+        assert first.segment.stat() == before

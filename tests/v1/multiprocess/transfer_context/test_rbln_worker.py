@@ -25,7 +25,6 @@ from tests.support.serving import processes
 from tests.support.serving.servers import (
     CacheServer,
     CacheServerConfig,
-    ServerFailedError,
     running,
 )
 
@@ -232,22 +231,6 @@ def test_only_this_user_on_this_machine_reaches_it(server: CacheServer) -> None:
     assert set(listening) == {"127.0.0.1"}
     if server.segment is not None:
         assert stat.S_IMODE(server.segment.stat().st_mode) == 0o600
-
-
-def test_a_running_server_keeps_its_shared_memory(tmp_path: Path) -> None:
-    """A second server took it away, and its workers copied from the other's."""
-    with running(cache_server(tmp_path / "first", True)) as first:
-        assert first.segment is not None
-        before = first.segment.stat()
-        second = cache_server(tmp_path / "second", True)
-        second.start()
-        with pytest.raises(ServerFailedError, match="another --shm-name"):
-            second.wait_ready()
-        assert first.segment.stat() == before
-        done = work(first, tmp_path, ["store", "a"], ["found", "b"], ["retrieve", "b"])
-        stored, _, loaded = results(done)
-        assert stored
-        assert loaded["finished"] == ["b"]
 
 
 def test_a_server_in_the_wrong_mode_is_named(tmp_path: Path) -> None:
