@@ -37,6 +37,8 @@ _UNHELPFUL = (
     "EngineCore encountered an issue",
     "EngineDeadError",
     "cancelled",
+    "ulimit -n",  # vLLM's advice in every log
+    "WorkerProc initialization failed",
 )
 # The simulated runtime's own word on a call that it refused.
 _REFUSAL_LINE = re.compile(r"(\[rbln-sim\] .+)")
