@@ -32,6 +32,7 @@ LOGGED: dict[str, tuple[str, ...]] = {
         "worker",
     ),
     "misfit": ("LMCache chunk size ... must be a multiple of",),
+    "held": ("rbln_register_device_id failed",),
     "windows": ("a sliding window of ... is not supported on RBLN, wanted full",),
     # RBLNLMCacheConnectorV1
     "without-model-impl": ("Unsupported connector type: RBLNLMCacheConnectorV1",),

@@ -13,7 +13,7 @@ from npu_holder import npu_holder
 import pytest
 
 # First Party
-from tests.e2e.messages import assert_logged_last
+from tests.e2e.messages import assert_logged, assert_logged_last
 from tests.e2e.serving import SLIDING_WINDOWS
 from tests.e2e.stack import BLOCK_SIZE, Stack, StackConfig
 from tests.e2e.stack_pool import StackPool
@@ -102,4 +102,5 @@ def test_held_npu_fails_at_first_use_and_names_the_holder(
     finally:
         stack.stop()
     assert f"NPU 0 is held by pid {holder}" in str(failure.value)
+    assert_logged("held", stack.engine.process.log())
     assert {entry["pid"] for entry in stack.opens()} == {holder}

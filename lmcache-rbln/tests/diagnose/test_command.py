@@ -152,7 +152,7 @@ def test_malformed_everything(without_torch: Diagnose) -> None:
         TORCH_DEVICE_BACKEND_AUTOLOAD="maybe",
     )
     assert without_torch.code == 1
-    for name in ("hash seed", "connector", "server", "RBLN runtime"):
+    for name in ("connector", "server", "RBLN runtime"):
         assert checks[name]["status"] == "fail", checks[name]
     assert "no port" in checks["server"]["found"]
 
@@ -162,7 +162,7 @@ def test_what_hangs_is_given_up(diagnose: Diagnose) -> None:
     checks = diagnose.checks("--timeout", "4")
     assert "no answer in 4 s" in checks["LMCache build"]["found"]
     assert checks["RBLN runtime"]["status"] == "fail"
-    assert checks["hash seed"]["status"] == "fail"
+    assert checks["hash seed"]["status"] == "warn"
 
 
 def test_what_crashes_is_told(diagnose: Diagnose) -> None:

@@ -79,7 +79,9 @@ def run_checks(options: argparse.Namespace) -> dict[str, Result]:
         "LMCache build": lambda: packages.check_build(lmcache.get("build")),
         "RBLN runtime": lambda: npu.check_runtime(torch, environment),
         "NPU": lambda: npu.check_npu(torch, monitor, environment),
-        "hash seed": lambda: settings.check_hash_seed(environment),
+        "hash seed": lambda: settings.check_hash_seed(
+            environment, connector.name, bool(url)
+        ),
         "settings": lambda: settings.check_settings(found),
         "connector": lambda: connectors.check_connector(connector, vllm),
         "chunk and block": lambda: settings.check_chunk(

@@ -15,10 +15,22 @@ from lmcache_rbln.diagnose.report import FAIL, OK, SKIP, WARN, Result, one_line
 from lmcache_rbln.settings import check, fitting_chunk_size, rules, table
 
 
-def check_hash_seed(environment: Mapping[str, str]) -> Result:
-    """Check that all processes of a server hash a prompt to the same keys."""
+def check_hash_seed(
+    environment: Mapping[str, str], connector: str, uses_server: bool
+) -> Result:
+    """Check that all processes of a server hash a prompt to the same keys.
+
+    Args:
+        environment: The environment of the server.
+        connector: The connector's class; empty if it is not known.
+        uses_server: Whether there is an LMCache server, which hashes by itself.
+    """
+    if connector != IN_PROCESS and uses_server:
+        return Result(SKIP, "the LMCache server hashes prompts")
     if problem := check.hash_seed_problem(environment):
-        return Result(FAIL, problem.found, problem.wanted, problem.fix)
+        status = FAIL if connector == IN_PROCESS else WARN
+        wanted = f"{problem.wanted}, for {IN_PROCESS}"
+        return Result(status, problem.found, wanted, problem.fix)
     return Result(OK, f"{check.HASH_SEED}={environment[check.HASH_SEED]}")
 
 
