@@ -101,21 +101,6 @@ Costs costs() {
   return read;
 }
 
-// Python takes the features away (site/sitecustomize.py); here the names are checked.
-void check_without(const char* name) {
-  const std::string text = text_of(name);
-  size_t at = 0;
-  while (!text.empty() && at != std::string::npos) {
-    const size_t comma = text.find(',', at);
-    const std::string feature = text.substr(at, comma - at);
-    if (feature != "streams" && feature != "pinned") {
-      refuse(kInvalid, name, "='", text, "': '", feature,
-             "' is neither 'streams' nor 'pinned'");
-    }
-    at = comma == std::string::npos ? comma : comma + 1;
-  }
-}
-
 void schedule_of(const char* name, Settings& read) {
   const std::string text = text_of(name);
   read.schedule_seed = 0;
@@ -159,7 +144,6 @@ Settings read_settings() {
   read.faults = parse_faults(text_of("RBLN_SIM_FAULTS"));
   read.costs = costs();
   schedule_of("RBLN_SIM_DEFERRED", read);
-  check_without("RBLN_SIM_WITHOUT");
   read.trace = text_of("RBLN_SIM_TRACE");
   read.open_log = text_of("RBLN_SIM_OPEN_LOG");
   read.state_dir = text_of("RBLN_SIM_STATE_DIR");

@@ -3,7 +3,6 @@
 
 # Standard
 import ctypes
-import importlib
 import os
 import sys
 from collections.abc import Mapping
@@ -122,5 +121,3 @@ def activate() -> None:
     os.environ.update(child_environment)
     if str(site_folder()) not in sys.path:
         sys.path.insert(0, str(site_folder()))
-    # Child processes get this from the folder's sitecustomize.
-    importlib.import_module("rbln_sim_older").install()

@@ -48,7 +48,6 @@ SETTINGS = (
     "STATE_DIR",
     "SUBMIT_US",
     "TRACE",
-    "WITHOUT",
 )
 # Settings of the test's own process would leak into the machine.
 _NOT_INHERITED = ("RBLN_", "TORCH_RBLN_", "TORCH_DEVICE_BACKEND")

@@ -88,9 +88,6 @@ TEST(a_bad_value_is_refused_by_name) {
     check_bad("RBLN_SIM_SUBMIT_US", value);
     check_bad("RBLN_SIM_DESCRIPTOR_US", value);
   }
-  for (const char* value : {"stream", "streams,", ",pinned", "streams pinned"}) {
-    check_bad("RBLN_SIM_WITHOUT", value);
-  }
   setenv("RBLN_SIM_FAULTS", "fail", 1);
   CHECK_REFUSED("RBLN_SIM_FAULTS: cannot read the rule 'fail'", read_settings());
 }
@@ -132,10 +129,9 @@ TEST(costs) {
   CHECK_EQ(read.descriptor, 250.0);
 }
 
-TEST(faults_trace_and_features) {
+TEST(faults_and_trace) {
   setenv("RBLN_SIM_FAULTS", "fail:h2d:3,lost:0:25", 1);
   setenv("RBLN_SIM_TRACE", "trace", 1);
-  setenv("RBLN_SIM_WITHOUT", "streams,pinned", 1);
   CHECK_EQ(read_settings().faults.size(), 2u);
   CHECK_EQ(read_settings().trace, "trace");
 }

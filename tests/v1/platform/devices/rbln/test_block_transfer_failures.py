@@ -212,15 +212,26 @@ def test_a_transfer_is_behind_what_the_caller_s_stream_has_to_do() -> None:
         assert_same_bytes(got, wanted)
 
 
+@pytest.mark.parametrize("missing", ["Stream, Event, current_stream", "pinned memory"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_without_streams_copies_are_synchronous_and_it_is_said_once(
-    monkeypatch: pytest.MonkeyPatch, layout: Layout
+    monkeypatch: pytest.MonkeyPatch, layout: Layout, missing: str
 ) -> None:
     warning = MagicMock()
     monkeypatch.setattr(lanes.logger, "warning", warning)
     monkeypatch.setattr(staging, "_process_arena", None)
-    for name in ("Stream", "Event", "current_stream"):
-        monkeypatch.delattr(torch.rbln, name)
+    if missing == "pinned memory":
+        empty = torch.empty
+
+        def unpinned(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
+            if pin_memory:
+                raise RuntimeError("no allocator")
+            return empty(*args, **kwargs)
+
+        monkeypatch.setattr(torch, "empty", unpinned)
+    else:
+        for name in missing.split(", "):
+            monkeypatch.delattr(torch.rbln, name)
     lanes.supports_async_copies.cache_clear()
     try:
         for seed in range(3):
@@ -230,7 +241,7 @@ def test_without_streams_copies_are_synchronous_and_it_is_said_once(
         lanes.supports_async_copies.cache_clear()
     warning.assert_called_once()
     said = warning.call_args.args[0] % warning.call_args.args[1:]
-    assert "Stream, Event, current_stream" in said
+    assert missing in said
     assert "synchronously" in said
     assert "torch-rbln" in said
 
