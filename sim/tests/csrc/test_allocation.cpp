@@ -30,8 +30,6 @@ std::string read_all(Allocation& allocation) {
   return text;
 }
 
-uint64_t used() { return device(0).ledger.stats().allocated.current; }
-
 void check_syncs(uint64_t d2h, uint64_t d2h_bytes, uint64_t h2d, uint64_t h2d_bytes) {
   CHECK_EQ(counters().sync_d2h.count.load(), d2h);
   CHECK_EQ(counters().sync_d2h.bytes.load(), d2h_bytes);
@@ -41,42 +39,6 @@ void check_syncs(uint64_t d2h, uint64_t d2h_bytes, uint64_t h2d, uint64_t h2d_by
 
 }  // namespace
 
-TEST(a_lazy_allocation_takes_no_device_memory) {
-  const auto allocation = make();
-  allocation->write(0, kSize, pattern().data());
-  CHECK_EQ(read_all(*allocation), pattern());
-  CHECK(!allocation->on_device());
-  CHECK_EQ(used(), 0u);
-  check_syncs(0, 0, 0, 0);
-}
-
-TEST(a_never_written_allocation_reads_as_zeros) {
-  CHECK_EQ(read_all(*make()), std::string(kSize, '\0'));
-  const auto bound = make();
-  bound->bind();
-  CHECK_EQ(read_all(*bound), std::string(kSize, '\0'));
-}
-
-TEST(binding_takes_device_memory_and_brings_the_bytes) {
-  const auto allocation = make();
-  allocation->write(0, kSize, pattern().data());
-  allocation->bind();
-  CHECK(allocation->on_device());
-  CHECK(used() >= kSize);
-  check_syncs(0, 0, 1, kSize);
-  CHECK_EQ(read_all(*allocation), pattern());
-  check_syncs(1, kSize, 1, kSize);
-  allocation->bind();
-  check_syncs(1, kSize, 1, kSize);
-}
-
-TEST(device_memory_is_given_back) {
-  auto allocation = make();
-  allocation->bind();
-  allocation.reset();
-  CHECK_EQ(used(), 0u);
-}
-
 TEST(out_of_memory_leaves_the_bytes_where_they_are) {
   const auto allocation = make();
   allocation->write(0, kSize, pattern().data());
@@ -84,27 +46,6 @@ TEST(out_of_memory_leaves_the_bytes_where_they_are) {
   CHECK_REFUSED("out of device memory", allocation->bind());
   CHECK(!allocation->on_device());
   CHECK_EQ(read_all(*allocation), pattern());
-}
-
-TEST(a_bound_allocation_stays_on_the_device) {
-  const auto allocation = make();
-  allocation->bind();
-  allocation->write(0, kSize, pattern().data());
-  CHECK(allocation->on_device());
-  allocation->mark_zeros();
-  CHECK(allocation->on_device());
-  CHECK_EQ(read_all(*allocation), std::string(kSize, '\0'));
-}
-
-TEST(a_graph_makes_the_device_bytes_the_newest) {
-  const auto allocation = make();
-  allocation->write(0, kSize, pattern().data());
-  const Span view = allocation->device_target(5, 0);
-  CHECK_EQ(std::string(view.bytes, 10), pattern().substr(5, 10));
-  view.bytes[0] = '!';
-  std::string want = pattern();
-  want[5] = '!';
-  CHECK_EQ(read_all(*allocation), want);
 }
 
 TEST(a_view_is_valid_whatever_happens_meanwhile) {
@@ -147,71 +88,11 @@ TEST(zeros_replace_all_earlier_bytes) {
   check_syncs(2, 2 * kSize, 1, kSize);  // zeros are not transferred
 }
 
-TEST(a_part_written_over_zeros_keeps_the_rest_zero) {
-  const auto allocation = make();
-  allocation->mark_zeros();
-  allocation->write(2, 3, "abc");
-  CHECK_EQ(read_all(*allocation), std::string(kSize, '\0').replace(2, 3, "abc"));
-}
-
 TEST(a_device_write_of_everything_moves_nothing_first) {
   const auto allocation = make();
   allocation->write(0, kSize, pattern().data());
   allocation->device_target(0, kSize);
   check_syncs(0, 0, 0, 0);
-}
-
-TEST(the_source_is_where_the_newest_bytes_are) {
-  const auto allocation = make();
-  allocation->write(0, kSize, pattern().data());
-  CHECK(!allocation->source(7).on_device);
-  CHECK_EQ(*allocation->source(7).span.bytes, pattern()[7]);
-  allocation->bind();
-  CHECK(allocation->source(7).on_device);
-  CHECK_EQ(*allocation->source(7).span.bytes, pattern()[7]);
-}
-
-TEST(borrowed_host_bytes_are_the_allocation_itself) {
-  const auto allocation = make();
-  allocation->write(0, kSize, pattern().data());
-  const Span lent = allocation->borrow(10, 5, false).span;
-  CHECK_EQ(std::string(lent.bytes, 5), pattern().substr(10, 5));
-  std::memcpy(lent.bytes, "hello", 5);
-  allocation->take_back(10, 5, lent);
-  CHECK_EQ(read_all(*allocation), pattern().replace(10, 5, "hello"));
-  check_syncs(0, 0, 0, 0);
-}
-
-TEST(borrowed_device_bytes_cross_and_come_back) {
-  for (const bool bound : {false, true}) {
-    counters().sync_d2h.reset();
-    counters().sync_h2d.reset();
-    const auto allocation = make();
-    if (bound) allocation->bind();
-    std::memcpy(allocation->device_target(0, 0).bytes, pattern().data(), kSize);
-    const Span lent = allocation->borrow(10, 5, false).span;
-    CHECK_EQ(std::string(lent.bytes, 5), pattern().substr(10, 5));
-    check_syncs(1, 5, 0, 0);
-    std::memcpy(lent.bytes, "hello", 5);
-    allocation->take_back(10, 5, lent);
-    check_syncs(1, 5, 1, 5);
-    CHECK_EQ(read_all(*allocation), pattern().replace(10, 5, "hello"));
-  }
-}
-
-TEST(what_crosses_is_told) {
-  const auto allocation = make();
-  char byte = 'x';
-  CHECK(!allocation->write(0, 1, &byte));
-  CHECK(!allocation->read(0, 1, &byte));
-  CHECK(!allocation->borrow(0, 1, false).crossed);
-  CHECK(!allocation->take_back(0, 1, allocation->borrow(0, 1, false).span));
-  allocation->bind();
-  CHECK(allocation->write(0, 1, &byte));
-  CHECK(allocation->read(0, 1, &byte));
-  const Allocation::Loan loan = allocation->borrow(0, 1, false);
-  CHECK(loan.crossed);
-  CHECK(allocation->take_back(0, 1, loan.span));
 }
 
 TEST(nothing_may_be_borrowed) {
@@ -279,18 +160,6 @@ TEST(parts_written_by_threads_survive_a_move_to_the_device) {
     CHECK_EQ(wrong[0] + wrong[1] + wrong[2] + wrong[3], 0);
     CHECK_EQ(read_all(*allocation), std::string(4 * kPart, 20));
   }
-}
-
-TEST(info_is_kept) {
-  const auto allocation = make();
-  CHECK(allocation->info().user_dtype == rbln::DataType::Undefined);
-  allocation->set_info(rbln::DataType::Float16, rbln::DataType::CustomFloat16, {2, 3});
-  const rbln::MemoryInfo info = allocation->info();
-  CHECK_EQ(info.torch_device_id, 0u);
-  CHECK_EQ(info.key_vaddr, allocation->base());
-  CHECK(info.user_dtype == rbln::DataType::Float16);
-  CHECK(info.physical_dtype == rbln::DataType::CustomFloat16);
-  CHECK((info.user_shape == std::vector<int64_t>{2, 3}));
 }
 
 HARNESS_MAIN()

@@ -168,20 +168,6 @@ TEST(a_loan_outlives_its_allocation) {
   CHECK_EQ(rbln_v_return_borrowed(id, true), kSuccess);
 }
 
-TEST(a_forked_child_of_an_owner_is_refused) {
-  const uint64_t vaddr = make_lazy();
-  CHECK_EQ(harness::status_of_child([&] {
-             uint64_t other;
-             CHECK_FAILS(kFailure, "was forked from process",
-                         rbln_malloc_lazy(0, 1, other));
-             CHECK_FAILS(kFailure, "was forked from process", rbln_free(vaddr));
-             int count;
-             CHECK_EQ(rbln_get_device_count(&count), kSuccess);
-           }),
-           0);
-  CHECK_EQ(rbln_free(vaddr), kSuccess);
-}
-
 TEST(impossible_sizes_are_refused) {
   uint64_t vaddr = 42;
   for (const uint64_t size :

@@ -23,52 +23,6 @@ struct Blocked {
 
 }  // namespace
 
-TEST(an_event_never_recorded_is_done) {
-  const auto event = find_event(create_event(0));
-  CHECK(event->done());
-  event->synchronize();
-  const auto stream = create_stream(0);
-  event->hold(*stream);
-  CHECK_EQ(stream->newest(), 0u);
-}
-
-TEST(an_event_is_done_with_the_work_before_it) {
-  Blocked blocked(0);
-  const auto event = find_event(create_event(0));
-  event->record(blocked.stream);
-  CHECK(!event->done());
-  blocked.gate.set_value();
-  event->synchronize();
-  CHECK(event->done());
-}
-
-TEST(work_after_the_mark_does_not_matter) {
-  const auto event = find_event(create_event(0));
-  Blocked blocked(0);
-  const auto other = create_stream(0);
-  other->submit([] {});
-  event->record(other);
-  blocked.stream->submit([] {});
-  event->synchronize();
-  blocked.gate.set_value();
-  blocked.stream->wait(blocked.stream->newest());
-}
-
-TEST(a_stream_waits_for_an_event_of_another_stream_or_device) {
-  for (const uint32_t device : {0u, 1u}) {
-    Blocked blocked(0);
-    const auto event = find_event(create_event(0));
-    event->record(blocked.stream);
-    const auto waiting = create_stream(device);
-    event->hold(*waiting);
-    const uint64_t after = waiting->submit([] {});
-    CHECK(!waiting->done(after));
-    blocked.gate.set_value();
-    waiting->wait(after);
-    CHECK(event->done());
-  }
-}
-
 TEST(a_wait_keeps_to_the_mark_it_saw) {
   Blocked first(0), second(0);
   const auto event = find_event(create_event(0));
@@ -91,36 +45,6 @@ TEST(a_stream_does_not_wait_for_itself) {
   CHECK_EQ(blocked.stream->newest(), blocked.ticket);
   blocked.gate.set_value();
   event->synchronize();
-}
-
-TEST(destroying_an_event_leaves_waits_unharmed) {
-  Blocked blocked(0);
-  const uint64_t handle = create_event(0);
-  find_event(handle)->record(blocked.stream);
-  const auto waiting = create_stream(0);
-  find_event(handle)->hold(*waiting);
-  const uint64_t after = waiting->submit([] {});
-  destroy_event(handle);
-  CHECK(!waiting->done(after));
-  CHECK_REFUSED("is not an event", find_event(handle));
-  CHECK_REFUSED("is not an event", destroy_event(handle));
-  blocked.gate.set_value();
-  waiting->wait(after);
-}
-
-TEST(handles_hold_the_device_and_are_never_zero) {
-  const uint64_t handle = create_event(1);
-  CHECK_EQ(handle >> 32, 1u);
-  CHECK(static_cast<uint32_t>(handle) != 0);
-  CHECK_EQ(find_event(handle)->device(), 1u);
-  CHECK(create_event(0) != 0);
-}
-
-TEST(what_does_not_fit_is_refused) {
-  CHECK_REFUSED("the event is of rbln:0, the stream of rbln:1",
-                find_event(create_event(0))->record(create_stream(1)));
-  CHECK_REFUSED("is not an event", find_event(12345));
-  CHECK_REFUSED("there is no device", create_event(2));
 }
 
 TEST(threads_may_share_and_reuse_an_event) {

@@ -30,14 +30,11 @@ class Holder {
     close(ready[0]);
     close(ready[1]);
   }
-  ~Holder() { end(); }
-
-  void end() {
-    if (pid_ == 0) return;
+  ~Holder() {
     kill(pid_, SIGKILL);
     waitpid(pid_, nullptr, 0);
-    pid_ = 0;
   }
+
   pid_t pid() const { return pid_; }
 
  private:
@@ -70,13 +67,6 @@ TEST(all_npus_or_none) {
   open_npus({0, 1});
 }
 
-TEST(a_killed_holder_holds_nothing) {
-  Holder holder({0, 1});
-  CHECK_REFUSED("is held", open_npus({1}));
-  holder.end();
-  open_npus({0, 1});
-}
-
 TEST(opening_again_is_no_second_open) {
   const std::string log = std::string(getenv("RBLN_SIM_STATE_DIR")) + ".log";
   setenv("RBLN_SIM_OPEN_LOG", log.c_str(), 1);
@@ -100,27 +90,6 @@ TEST(an_unwritable_log_is_refused_by_name_and_opens_nothing) {
   CHECK_REFUSED("RBLN_SIM_OPEN_LOG", open_npus({0}));
   const Holder holder({});
   CHECK_EQ(harness::status_of_child([] { setenv("RBLN_SIM_OPEN_LOG", "", 1); }), 0);
-}
-
-TEST(a_fork_of_an_owner_must_not_use_the_npu) {
-  open_npus({0});
-  refuse_forked();
-  CHECK_EQ(harness::status_of_child([] {
-             CHECK_REFUSED("forked from process " + std::to_string(getppid()),
-                           refuse_forked());
-           }),
-           0);
-  refuse_forked();
-}
-
-TEST(a_fork_before_the_first_use_may_use_the_npu) {
-  CHECK_EQ(harness::status_of_child([] {
-             refuse_forked();
-             open_npus({0});
-             refuse_forked();
-           }),
-           0);
-  open_npus({0});
 }
 
 TEST(a_child_that_outlives_the_owner_holds_nothing) {

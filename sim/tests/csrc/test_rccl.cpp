@@ -107,23 +107,4 @@ TEST(a_rank_that_has_ended_is_named) {
               left.Send(at(1), 64, {}, 0, nullptr));
 }
 
-TEST(collectives_fail_by_name) {
-  Rccl rccl;
-  const Rccl::RcclDataType type{};
-  const Rccl::RcclReduceOp op{};
-  const std::vector<void*> none;
-  CHECK_FAILS(kFailure, "Rccl::Broadcast:",
-              rccl.Broadcast(nullptr, nullptr, 1, type, 0, nullptr));
-  CHECK_FAILS(kFailure,
-              "Rccl::AllGather:", rccl.AllGather(nullptr, none, 1, type, 0, nullptr));
-  CHECK_FAILS(kFailure, "Rccl::AllReduce:",
-              rccl.AllReduce(nullptr, nullptr, 1, type, op, 0, nullptr));
-  CHECK_FAILS(kFailure,
-              "Rccl::Scatter:", rccl.Scatter(none, nullptr, 1, type, 0, nullptr));
-  CHECK_FAILS(kFailure, "Rccl::ReduceScatter:",
-              rccl.ReduceScatter(none, nullptr, 1, type, op, 0, nullptr));
-  CHECK_FAILS(kFailure, "Rccl::CheckChunksDeviceAddrsContiguous:",
-              rccl.CheckChunksDeviceAddrsContiguous(none, 1, type, "AllGather"));
-}
-
 HARNESS_MAIN()

@@ -83,12 +83,6 @@ TEST(lines_of_threads_and_processes_do_not_mix) {
   }
 }
 
-TEST(a_file_that_cannot_be_opened_is_refused_by_name) {
-  setenv("RBLN_SIM_TRACE", "/no/such/folder/trace", 1);
-  CHECK_REFUSED("cannot open RBLN_SIM_TRACE='/no/such/folder/trace'",
-                traced(Kind::kD2H));
-}
-
 TEST(threads_have_numbers) {
   CHECK_EQ(thread_number(), static_cast<int>(getpid()));
   std::thread([] { CHECK(thread_number() != static_cast<int>(getpid())); }).join();
