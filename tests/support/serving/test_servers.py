@@ -12,9 +12,9 @@ import pytest
 
 # First Party
 from tests.support.serving import servers
-from tests.support.serving.processes import ServerFailedError, ServerProcess
+from tests.support.serving.processes import ServerFailedError
 from tests.support.serving.servers import CacheServer, CacheServerConfig
-from tests.support.serving.servers import Engine, EngineConfig, free_port, transport_of
+from tests.support.serving.servers import free_port, transport_of
 
 SHM = "INFO: Creating EngineDrivenContextShm (shm_name=x, pool_size=1)\n"
 PICKLE = f"INFO: Creating {INLINE_CONTEXT}\n"
@@ -27,23 +27,6 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).touch()
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     return tmp_path
-
-
-def test_engine_that_dies_says_why_its_request_failed(programs: Path) -> None:
-    engine = Engine(EngineConfig(programs, 256, 1024, 2, 9), 6555, {}, programs)
-    engine.process = ServerProcess(
-        "vllm serve",
-        ["python3", "-S", "-c", "raise MemoryError('no KV blocks left')"],
-        dict(os.environ),
-        programs / "log",
-        programs,
-    )
-    engine.process.start()
-    assert engine.process.wait_ended(120.0) == 1
-    with pytest.raises(ServerFailedError) as failure:
-        engine.complete([[1, 2, 3]], 1)
-    assert "vllm serve died: connection to vLLM lost" in str(failure.value)
-    assert "reason: MemoryError: no KV blocks left" in str(failure.value)
 
 
 def test_cache_server_that_leaves_its_segment_is_reported(programs: Path) -> None:
