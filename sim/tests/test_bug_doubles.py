@@ -10,7 +10,8 @@ import pytest
 
 # First Party
 from sim.tests.doubles.bugs import Bug
-from sim.tests.doubles.runner import Outcome, Run, assert_no_alarm, run_all
+from sim.tests.doubles.runner import DIFFERS, Outcome, Run
+from sim.tests.doubles.runner import assert_no_alarm, run_all
 
 pytestmark = [pytest.mark.sim, pytest.mark.slow]
 
@@ -29,8 +30,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
 @pytest.mark.parametrize("bug", Bug, ids=lambda bug: bug.name.lower())
 def test_the_bug_is_seen(bug: Bug, outcomes: dict[str, Outcome]) -> None:
     seen = outcomes[bug.name]
-    assert seen.outcome == bug.mistake.seen_as, seen.log
-    assert bug.mistake.message in seen.log
+    assert seen.outcome == DIFFERS, seen.log
 
 
 def test_the_right_double_raises_no_alarm(tmp_path: Path) -> None:

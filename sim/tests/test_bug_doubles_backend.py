@@ -24,4 +24,5 @@ def test_the_backend_raises_no_alarm(tmp_path: Path) -> None:
     """In all layouts, stores of two threads and loads, each behind a forward."""
     schedules = [*["latest"] * 6, *["earliest"] * 6, *map(str, SEEDS)]
     runs = [Run("backend", schedule, seed) for seed, schedule in enumerate(schedules)]
-    assert_no_alarm(runs, run_all(runs, tmp_path))
+    outcomes = run_all(runs, tmp_path, "sim.tests.doubles.backend")
+    assert_no_alarm(runs, outcomes)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
+import importlib
 import itertools
 import json
 import os
@@ -31,15 +32,18 @@ _TIME_LIMIT_S = 300
 
 
 @contextmanager
-def zygote(environment: dict[str, str], folder: Path) -> Iterator[Run]:
+def zygote(
+    environment: dict[str, str], folder: Path, module: str = "torch"
+) -> Iterator[Run]:
     """Start the process; yields a function that runs code in a fork of it.
 
     Args:
         environment: Of the process.
         folder: For the output of the runs.
+        module: What it imports before.
     """
     process = subprocess.Popen(
-        [sys.executable, "-m", __name__],
+        [sys.executable, "-m", __name__, module],
         cwd=REPO,
         env=environment,
         stdin=subprocess.PIPE,
@@ -106,7 +110,5 @@ def _run(request: dict[str, Any]) -> NoReturn:
 
 
 if __name__ == "__main__":
-    # Third Party
-    import torch  # noqa: F401
-
+    importlib.import_module(sys.argv[1])
     _serve()

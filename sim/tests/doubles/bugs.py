@@ -10,10 +10,6 @@ source is read when it runs. No reason is one of time.
 from dataclasses import dataclass
 from enum import Enum
 
-DIFFERS = "differs"
-REFUSED = "refused"
-CRASHED = "crashed"
-
 
 @dataclass(frozen=True)
 class Mistake:
@@ -21,16 +17,11 @@ class Mistake:
 
     Attributes:
         scenario: The scenario that runs into it, by name.
-        seen_as: ``differs`` (bytes are not equal), ``refused`` (an error is raised)
-            or ``crashed`` (SIGSEGV).
-        message: Part of the simulator's message, for a refusal.
         always: Why no run misses it.
     """
 
     scenario: str
-    seen_as: str
     always: str
-    message: str = ""
 
 
 class Bug(Enum):
@@ -38,131 +29,74 @@ class Bug(Enum):
 
     NO_WAIT_BEFORE_READ = Mistake(
         "store",
-        DIFFERS,
         "nothing waits for the copy, so the buffer holds poison",
     )
     EVENT_BEFORE_COPY = Mistake(
         "store",
-        DIFFERS,
         "the wait runs what is before the copy, so the buffer holds poison",
     )
     D2H_BUFFER_REUSED_EARLY = Mistake(
         "store",
-        DIFFERS,
         "the event of a buffer is recorded anew, so the wait for it ends when the "
         "buffer holds another block",
     )
     WRONG_STREAM = Mistake(
         "store",
-        DIFFERS,
         "the wait runs the copies and not the forward, whose destination holds poison",
     )
     NO_WAIT_FOR_FORWARD = Mistake(
         "store",
-        DIFFERS,
         "as for the wrong stream: nothing makes the forward run",
     )
     WAIT_FOR_WRONG_EVENT = Mistake(
         "store",
-        DIFFERS,
         "as for the wrong stream: the event of the step before is done already",
     )
     WRONG_DEVICE = Mistake(
         "store",
-        DIFFERS,
         "the event is recorded on an idle stream of the other NPU, so it is done and "
         "nothing makes the copies run",
     )
     SHARED_STAGING = Mistake(
-        "two stores",
-        DIFFERS,
+        "two_stores",
         "both threads read the buffer after both copies into it are done (a barrier "
         "sees to it), and it holds the bytes of one of them",
     )
     PINNED_FREED_IN_FLIGHT = Mistake(
-        "failed store",
-        DIFFERS,
+        "failed_store",
         "the copy into the buffer runs after its next user has filled it",
     )
     H2D_BUFFER_REUSED_EARLY = Mistake(
         "load",
-        DIFFERS,
         "the copies run after the last refill and all read that",
     )
     SCATTER_RETURNS_EARLY = Mistake(
-        "direct load",
-        DIFFERS,
+        "direct_load",
         "the copies run after the chunk was overwritten",
     )
     OTHER_THREADS_EVENT = Mistake(
-        "two stores",
-        DIFFERS,
+        "two_stores",
         "what the other thread waits for runs, and not the copies of this one, so its "
         "buffers hold poison",
     )
     STAGING_GIVEN_BACK_EARLY = Mistake(
-        "pooled loads",
-        DIFFERS,
+        "pooled_loads",
         "the last copies from the buffers run after the next load has filled them",
     )
     SOURCE_OVERWRITTEN = Mistake(
-        "overtaken store",
-        DIFFERS,
+        "overtaken_store",
         "the next forward is waited for first and runs before the copies of the blocks "
         "that it overwrites",
     )
     PRIVATE_STREAM_ALONE = Mistake(
-        "private store",
-        DIFFERS,
+        "private_store",
         "the wait for the private stream runs the copies and not the forward on the "
         "caller's, whose destination holds poison",
     )
     ERROR_TAKEN = Mistake(
-        "failing store",
-        DIFFERS,
+        "failing_store",
         "the copy runs, and fails, while another thread waits for the shared stream; "
         "what is queued later is free of the failure, the block is half poison",
-    )
-    HOST_DEREFERENCE = Mistake(
-        "addresses",
-        CRASHED,
-        "device addresses lie in a range without access",
-    )
-    COPY_PAST_END = Mistake(
-        "addresses",
-        REFUSED,
-        "a copy is checked against its allocation",
-        "run past the end of the allocation",
-    )
-    USE_AFTER_FREE = Mistake(
-        "addresses",
-        REFUSED,
-        "freed ranges are remembered",
-        "is stale: its allocation",
-    )
-    STALE_ADDRESS = Mistake(
-        "addresses",
-        REFUSED,
-        "an allocation never gets the range that was freed last",
-        "is stale: its allocation",
-    )
-    DOUBLE_FREE = Mistake(
-        "addresses",
-        REFUSED,
-        "the second call finds the range among the freed ones",
-        "is stale: its allocation",
-    )
-    OVERLAPPING_BATCH = Mistake(
-        "addresses",
-        REFUSED,
-        "the destinations of a batch are compared before it starts",
-        "two entries of the batch write the same bytes",
-    )
-    USED_AFTER_FORK = Mistake(
-        "addresses",
-        REFUSED,
-        "the process that opened the NPU is known",
-        "this process was forked from process",
     )
 
     @property

@@ -1,21 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts the process that runs scenarios."""
+"""Runs scenarios, each in a process of its own with a simulated machine of its own.
+
+A schedule counts from a process's first use of an NPU on.
+"""
 
 # Standard
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-import json
 import os
-import subprocess
-import sys
+import queue
 
 # First Party
 from rbln_sim.pytest_plugin import machine_environment
+from sim.tests.zygote import REPO, zygote
 
-REPO = Path(__file__).resolve().parents[3]
 # RBLN_SIM_FAULTS of a scenario.
-FAULTS = {"failing store": "fail:d2h:2"}
+FAULTS = {"failing_store": "fail:d2h:2"}
+RIGHT, DIFFERS, BROKEN = "right", "differs", "broken"
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ class Outcome:
     """What became of a run.
 
     Attributes:
-        outcome: ``right``, ``differs``, ``refused``, ``crashed`` or ``broken``.
+        outcome: ``right``, ``differs``, or ``broken`` for every other error.
         log: What it wrote to stdout and stderr.
     """
 
@@ -48,42 +52,51 @@ class Outcome:
     log: str
 
 
-def run_all(runs: Sequence[Run], folder: Path) -> list[Outcome]:
+def run_all(
+    runs: Sequence[Run], folder: Path, module: str = "sim.tests.doubles.scenarios"
+) -> list[Outcome]:
     """Run scenarios in deferred mode on two NPUs.
 
     Args:
         runs: What to run.
-        folder: For logs, outcomes and the state of the simulated machines.
+        folder: For logs and the state of the simulated machines.
+        module: Has the scenarios.
 
     Returns:
         The outcomes, in the order of the runs.
-
-    Raises:
-        RuntimeError: The process that runs them failed.
     """
     environment = machine_environment(folder, devices=2)
-    runs_file, outcomes_file = folder / "runs.json", folder / "outcomes.json"
-    requests = [asdict(run) | {"faults": FAULTS.get(run.scenario, "")} for run in runs]
-    runs_file.write_text(json.dumps(requests))
-    support = REPO / "tests" / "support"
-    environment["PYTHONPATH"] += f"{os.pathsep}{support}"
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", __package__),
-            *(str(runs_file), str(outcomes_file), str(folder), str(os.cpu_count())),
-        ],
-        cwd=REPO,
-        # A core for each child is more than there is.
-        env=environment | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    if done.returncode != 0:
-        raise RuntimeError(
-            f"the runs ended with status {done.returncode}: {done.stdout}"
-        )
-    return [Outcome(**outcome) for outcome in json.loads(outcomes_file.read_text())]
+    environment["PYTHONPATH"] += f"{os.pathsep}{REPO / 'tests' / 'support'}"
+    # A core for each process is more than there is.
+    environment["OMP_NUM_THREADS"] = "1"
+    count = os.cpu_count() or 1
+    idle: queue.SimpleQueue = queue.SimpleQueue()
+
+    def run(number: int, one: Run) -> Outcome:
+        bug = f"Bug[{one.bug!r}]" if one.bug else None
+        code = f"from sim.tests.doubles.bugs import Bug\nimport {module} as module\n"
+        code += f"module.{one.scenario}({bug}, {one.seed})"
+        settings = {
+            "RBLN_SIM_DEFERRED": one.deferred,
+            "RBLN_SIM_FAULTS": FAULTS.get(one.scenario, ""),
+            "RBLN_SIM_STATE_DIR": str(folder / f"{number}.npus"),
+        }
+        fork = idle.get()
+        try:
+            done = fork(code, environment | settings)
+        finally:
+            idle.put(fork)
+        differs = "WrongBytesError" in done.stderr
+        outcome = DIFFERS if differs else BROKEN if done.returncode else RIGHT
+        return Outcome(outcome, done.stdout + done.stderr)
+
+    with ExitStack() as stack:
+        for number in range(count):
+            logs = folder / f"logs {number}"
+            logs.mkdir()
+            idle.put(stack.enter_context(zygote(environment, logs, module)))
+        with ThreadPoolExecutor(count) as pool:
+            return list(pool.map(run, range(len(runs)), runs))
 
 
 def assert_no_alarm(runs: Sequence[Run], outcomes: Sequence[Outcome]) -> None:
@@ -94,6 +107,6 @@ def assert_no_alarm(runs: Sequence[Run], outcomes: Sequence[Outcome]) -> None:
     alarms = [
         f"{run}: {outcome.outcome}\n{outcome.log}"
         for run, outcome in zip(runs, outcomes, strict=True)
-        if outcome.outcome != "right" or (outcome.log and run.scenario not in FAULTS)
+        if outcome.outcome != RIGHT or (outcome.log and run.scenario not in FAULTS)
     ]
     assert not alarms, f"{len(alarms)} alarms, the first: {alarms[0]}"

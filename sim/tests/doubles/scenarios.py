@@ -8,18 +8,15 @@ raises by itself. Each is made for the last NPU, so that a wrong index shows.
 # Standard
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
-import random
 import threading
 
 # Third Party
 import torch
 
 # First Party
-from sim.tests.doubles.addresses import AddressCache, Runtime
 from sim.tests.doubles.bugs import Bug
 from sim.tests.doubles.pipeline import Pipeline, make_buffers
 
@@ -313,36 +310,3 @@ def _load(engine: Engine, bug: Bug | None, pinned: bool) -> None:
         for block in STORED:
             wanted[block] = new[block]
         compare(layer.cpu(), wanted, "a layer")
-
-
-def addresses(bug: Bug | None, seed: int) -> None:
-    """A backend that works on addresses, and whose KV cache moves once."""
-    chance = random.Random(seed)
-    # The end of the last block is the end of its allocation.
-    table = [BLOCKS - 1, 2, 0]
-    device = torch.rbln.device_count() - 1
-    torch.rbln.synchronize(device)  # opens the NPU
-    caches = [[chance.randbytes(4096) for _ in range(BLOCKS)] for _ in range(2)]
-    cache = AddressCache(Runtime(), device, caches[0], bug)
-    _compare_blocks(cache.gather(table), [caches[0][block] for block in table])
-    cache.reallocate(caches[1])
-    _compare_blocks(cache.last_gather(table), [caches[1][block] for block in table])
-
-
-def _compare_blocks(got: bytes, wanted: list[bytes]) -> None:
-    if got != b"".join(wanted):
-        raise WrongBytesError("the gathered blocks are wrong")
-
-
-SCENARIOS: dict[str, Callable[[Bug | None, int], None]] = {
-    "store": store,
-    "two stores": two_stores,
-    "failed store": failed_store,
-    "private store": private_store,
-    "overtaken store": overtaken_store,
-    "failing store": failing_store,
-    "pooled loads": pooled_loads,
-    "load": load,
-    "direct load": direct_load,
-    "addresses": addresses,
-}
