@@ -3,6 +3,7 @@
 
 # Standard
 from typing import Any
+from unittest.mock import MagicMock
 import random
 
 # Third Party
@@ -184,40 +185,23 @@ def test_what_does_not_fit_is_refused_before_a_byte_moves(
     assert (other.payload.cpu() == 0xEE).all()
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), StillInFlightError("planted")])
 @pytest.mark.parametrize("move", ["gather", "scatter"])
-def test_memory_of_an_interrupted_move_is_not_used_again(
-    allocator: StagingAllocator, monkeypatch: pytest.MonkeyPatch, move: str
+def test_memory_that_copies_may_still_use_is_not_used_again(
+    allocator: StagingAllocator,
+    monkeypatch: pytest.MonkeyPatch,
+    move: str,
+    error: BaseException,
 ) -> None:
-    """The interrupt may have taken the place of the error that says so."""
+    """An interrupt may have taken the place of the error that says so."""
     cache = Cache("blocks_first")
     obj = chunk(allocator, cache)
     cache.move("gather", [obj], [[1, 2]])
-
-    def interrupt(*arguments: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(RblnDeviceOps, "copy_blocks_on_device", interrupt)
-    with pytest.raises(KeyboardInterrupt):
+    fails = MagicMock(side_effect=error)
+    monkeypatch.setattr(RblnDeviceOps, "copy_blocks_on_device", fails)
+    with pytest.raises((KeyboardInterrupt, TransferFailedError)):
         cache.move(move, [obj], [[1, 2]])
     assert obj.retired
-    obj.ref_count_down()
-    assert allocator.memcheck()
-
-
-@pytest.mark.parametrize("move", ["gather", "scatter"])
-def test_memory_with_copies_under_way_is_not_used_again(
-    allocator: StagingAllocator, monkeypatch: pytest.MonkeyPatch, move: str
-) -> None:
-    cache = Cache("blocks_first")
-    obj = chunk(allocator, cache)
-    cache.move("gather", [obj], [[1, 2]])
-
-    def fail(*arguments: Any) -> None:
-        raise StillInFlightError("planted")
-
-    monkeypatch.setattr(RblnDeviceOps, "copy_blocks_on_device", fail)
-    with pytest.raises(TransferFailedError, match="planted"):
-        cache.move(move, [obj], [[1, 2]])
     free = allocator.free_slots
     obj.ref_count_down()
     assert allocator.free_slots == free

@@ -146,23 +146,6 @@ def test_any_configuration(tmp_path: Path) -> None:
             assert "\n" not in problem["found"] + problem["fix"], problem
 
 
-@pytest.mark.parametrize("seconds", ["-1", "0", "nan", "1000000000", "x", ""])
-def test_a_timeout_that_is_none(
-    seconds: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as end:
-        command.main(["--timeout", seconds])
-    assert end.value.code == 2
-    assert "--timeout" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("size", ["-1", "0", "x", "1.5"])
-def test_a_block_size_that_is_none(size: str) -> None:
-    with pytest.raises(SystemExit) as end:
-        command.main([f"--block-size={size}"])
-    assert end.value.code == 2
-
-
 def test_what_a_probe_is_asked_is_not_on_its_command_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -188,7 +188,7 @@ def test_torch_rbln_without_its_runtime(diagnose: Diagnose) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [["--help"], ["--block-size", "x"], ["--timeout", "-1"], ["--bad"]]
+    "words", [["--help"], ["--block-size", "x"], ["--timeout", "0"], ["--bad"]]
 )
 def test_the_command_line(words: list[str], diagnose: Diagnose) -> None:
     done = diagnose.run(*words)

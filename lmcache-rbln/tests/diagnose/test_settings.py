@@ -22,7 +22,6 @@ from lmcache_rbln.diagnose.settings import (
 
 IN_PROCESS = "RBLNLMCacheConnectorV1"
 WITH_SERVER = "LMCacheMPConnector"
-SECRET = "hunter2-Zx9"
 
 
 def facts(
@@ -41,23 +40,15 @@ def check(*given: Any, **named: Any) -> Result:
     return check_settings(facts(*given, **named))
 
 
-@pytest.mark.parametrize("value", [None, "", " ", "random", "abc"])
-def test_a_hash_seed_that_differs_between_processes(value: str | None) -> None:
-    environment = {} if value is None else {"PYTHONHASHSEED": value}
-    result = check_hash_seed(environment, IN_PROCESS, False)
-    assert result.status == FAIL
-    assert result.fix == "export PYTHONHASHSEED=0"
+def test_the_hash_seed() -> None:
+    assert check_hash_seed({}, IN_PROCESS, False).status == FAIL
     # It is not known yet whether LMCache will run in process.
-    assert check_hash_seed(environment, "", False).status == WARN
+    assert check_hash_seed({}, "", False).status == WARN
     # LMCache's server hashes with an algorithm that has no seed.
-    assert check_hash_seed(environment, WITH_SERVER, True).status == SKIP
-    assert check_hash_seed(environment, "", True).status == SKIP
-
-
-@pytest.mark.parametrize("value", ["0", "4294967295"])
-def test_a_fixed_hash_seed(value: str) -> None:
-    result = check_hash_seed({"PYTHONHASHSEED": value}, "", False)
-    assert (result.status, result.found) == (OK, f"PYTHONHASHSEED={value}")
+    assert check_hash_seed({}, WITH_SERVER, True).status == SKIP
+    assert check_hash_seed({}, "", True).status == SKIP
+    result = check_hash_seed({"PYTHONHASHSEED": "0"}, "", False)
+    assert (result.status, result.found) == (OK, "PYTHONHASHSEED=0")
 
 
 def test_the_documented_settings_are_shown_as_parsed() -> None:
@@ -112,26 +103,6 @@ def test_the_connector_decides_which_settings_count() -> None:
     assert check(mode, name=WITH_SERVER).status == FAIL
     assert check(mode, name="").status == FAIL
     assert check(mode).status == OK
-
-
-def test_secrets_are_not_shown() -> None:
-    for environment, connector in (
-        ({"LMCACHE_EXTRA_CONFIG": f'{{"redis_password": "{SECRET}",}}'}, {}),
-        ({"LMCACHE_REMOTE_URL": f"redis://user:{SECRET}@host:1"}, {}),
-        (
-            {"LMCACHE_EXTRA_CONFIG": json.dumps({"apikey": SECRET, "a": [SECRET]})},
-            {"token": SECRET, "lmcache.lmcache_instance_id": SECRET},
-        ),
-        ({"LMCACHE_LOCAL_CPU": SECRET, f"LMCACHE_ZZ_{SECRET}": "1"}, {}),
-        ({}, {"lmcache_rbln.load_failure_policy": SECRET}),
-        ({}, {f"lmcache.{SECRET}!": SECRET}),
-        ({}, {"lmcache.chunk_size": [SECRET]}),
-    ):
-        found = facts(environment, connector)
-        shown = repr(found) + repr(check_settings(found))
-        if not any(SECRET in name for name in environment):
-            assert SECRET not in shown
-        assert f"={SECRET}" not in shown
 
 
 @pytest.mark.parametrize(("chunk", "block"), [("256", 256), ("1024", 128)])

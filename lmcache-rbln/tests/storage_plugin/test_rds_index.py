@@ -73,24 +73,6 @@ def test_a_key_is_visible_only_when_published() -> None:
     assert store(index, 1) == [False]
 
 
-def test_the_end_of_an_unused_prompt_goes_first(index: ChunkIndex) -> None:
-    assert index.count_prefix([key_of(0), key_of(1)], False, 9) == 2
-    assert evicted(index) == [2, 3, 1, 0]
-
-
-def test_reading_makes_newest(index: ChunkIndex) -> None:
-    for entry in index.begin_reads([key_of(0), key_of(1), key_of(9), key_of(2)]):
-        index.end_read(entry)
-    assert evicted(index) == [2, 3, 1, 0]
-
-
-def test_a_prefix_ends_at_the_first_gap_and_at_the_limit(index: ChunkIndex) -> None:
-    keys = [key_of(n) for n in (0, 1, 9, 2)]
-    assert index.count_prefix(keys, False, 9) == 2
-    assert index.count_prefix(keys, True, 1) == 1
-    assert evicted(index) == [2, 3, 1]
-
-
 def test_what_is_pinned_stays(index: ChunkIndex) -> None:
     assert index.pin(key_of(1))
     assert index.count_prefix([key_of(1), key_of(2)], True, 9) == 2
@@ -135,22 +117,6 @@ def test_a_late_reader_does_not_remove_the_next_chunk(
     index.end_read(old)
     assert given_up == [old.region]
     assert index.count_prefix([key_of(1)], False, 1) == 1
-
-
-def test_a_chunk_keeps_what_stands_before_it_however_late_it_comes(
-    index: ChunkIndex,
-) -> None:
-    """Stored in any order, with or without the ones between."""
-    prompt = [key_of(number) for number in (10, 11, 12)]
-    assert index.count_prefix(prompt, False, 9) == 0
-    store(index, 11)
-    store(index, 10)
-    store(index, 12)
-    assert evicted(index) == [0, 1, 2, 3, 12, 11, 10]
-    store(index, 10, 11, 12)
-    index.remove(key_of(11))
-    assert index.count_prefix([key_of(12)], False, 9) == 1
-    assert evicted(index) == [12, 10]
 
 
 def test_hashes_that_collide_make_no_endless_prompt(index: ChunkIndex) -> None:

@@ -57,14 +57,8 @@ def construct(role: str, config: Any) -> Any:
 
 
 @ROLES
-@pytest.mark.parametrize("seed", [None, "", "random"])
-def test_hash_seed(
-    role: str, seed: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if seed is None:
-        monkeypatch.delenv("PYTHONHASHSEED")
-    else:
-        monkeypatch.setenv("PYTHONHASHSEED", seed)
+def test_hash_seed(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED")
     with pytest.raises(ValueError, match="export PYTHONHASHSEED=0"):
         construct(role, vllm_config())
 
@@ -73,11 +67,8 @@ def test_hash_seed(
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ({"lmcache.use_layerwise": True}, "unset lmcache.use_layerwise in kv_conn"),
         ({"lmcache.enable_blending": "true"}, "unset lmcache.enable_blending in kv_"),
         ({"lmcache.chunk_size": 100}, "set lmcache.chunk_size in .* to 128"),
-        ({"rds_buffer_size": 64}, "move it to LMCACHE_EXTRA_CONFIG"),
-        ({"lmcache_rbln.allow_degraded": "perhaps"}, "must be true or false"),
         ({"lmcache_rbln.degraded": True}, "did you mean lmcache_rbln.allow_degraded"),
     ],
 )

@@ -260,26 +260,6 @@ def test_chunk_sizes_that_are_no_multiple_are_refused(size: int, hint: int) -> N
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_chunks_of_another_shape_are_refused(layout: Layout) -> None:
-    case = Case(layout)
-    good = torch.zeros(case.chunk_shape(8), dtype=case.dtype)
-    wrong = [
-        torch.zeros((*good.shape[:-1], good.shape[-1] + 1), dtype=case.dtype),
-        torch.zeros((3, *good.shape[1:]), dtype=case.dtype),
-        torch.zeros((*good.shape, 1), dtype=case.dtype),
-        torch.zeros(good.shape[-1], dtype=case.dtype),
-        torch.zeros(case.chunk_shape(9), dtype=case.dtype),
-        torch.zeros(case.chunk_shape(0), dtype=case.dtype),
-    ]
-    for chunk in wrong:
-        Call(layout).refuses(
-            "chunk 1", str(list(chunk.shape)), lmcache_objects_ptrs=[good, chunk]
-        )
-    short = torch.zeros(case.chunk_shape(4), dtype=case.dtype)
-    Call(layout).refuses("chunk 0", lmcache_objects_ptrs=[short, good])
-
-
 def test_chunks_of_another_dtype_or_device_are_refused() -> None:
     call = Call()
     good = call.chunks[0]
@@ -301,43 +281,6 @@ def test_chunks_in_device_memory_are_refused() -> None:
         "chunk 1 is on rbln:0",
         lmcache_objects_ptrs=[good, upload(good, "rbln:0")],
     )
-
-
-@pytest.mark.parametrize(
-    ("block_ids", "parts"),
-    [
-        ([5, 0, 3, 6], ["block id 6", "0 to 5"]),
-        ([5, -1, 3, 1], ["block id -1"]),
-        ([5, 0, 3], ["got 3", "wanted 4"]),
-        ([5, 0], ["got 2", "wanted 4"]),
-        ([], ["got 0", "wanted 4"]),
-        ([5, 0, 3, 1, 2], ["got 5", "wanted 4"]),
-    ],
-    ids=str,
-)
-def test_block_ids_that_do_not_fit_are_refused(
-    block_ids: list[int], parts: list[str]
-) -> None:
-    Call().refuses(*parts, block_ids=block_ids)
-    Call().refuses(*parts, block_ids=torch.tensor(block_ids, dtype=torch.int64))
-
-
-def test_a_block_can_be_restored_only_once() -> None:
-    Call().refuses("[5]", "more than one", block_ids=[5, 0, 3, 5], direction=H2D)
-    Call().refuses(
-        "[5]", "more than one", block_ids=[0, 5, 3, 5], direction=H2D,
-        skip_prefix_n_blocks=1,
-    )  # fmt: skip
-
-
-def test_a_block_may_be_stored_or_skipped_twice() -> None:
-    call = Call()
-    call.arguments |= {"block_ids": [5, 5, 3, 5], "direction": D2H}
-    call.run()
-    call.arguments |= {
-        "block_ids": [5, 0, 3, 5], "direction": H2D, "skip_prefix_n_blocks": 1,
-    }  # fmt: skip
-    call.run()
 
 
 def test_a_negative_skip_is_refused() -> None:
