@@ -14,7 +14,6 @@ import pytest
 from rbln_sim import symbols
 from rbln_sim.activation import library_path
 from rbln_sim.doctor import symbol_problems
-from rbln_sim.elf import dynamic_symbols
 
 pytestmark = pytest.mark.sim
 README = Path(symbols.__file__).parents[2] / "README.md"
@@ -110,17 +109,10 @@ def test_base_names(mangled: str, name: str) -> None:
 
 
 def test_dynamic_symbols_of_the_library() -> None:
-    found = dynamic_symbols(library_path())
-    assert "rbln_abi_current" in found.defined
-    assert "mmap" in found.undefined
-    assert not found.defined & found.undefined
-
-
-def test_other_files_have_no_dynamic_symbols(tmp_path: Path) -> None:
-    text = tmp_path / "text"
-    text.write_text("no library")
-    with pytest.raises(ValueError, match="is not a 64-bit little-endian ELF file"):
-        dynamic_symbols(text)
+    offers, wants = symbols.dynamic_symbols(library_path())
+    assert "rbln_abi_current" in offers
+    assert "mmap" in wants
+    assert not offers & wants
 
 
 def test_readme_has_the_table() -> None:

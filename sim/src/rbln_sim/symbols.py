@@ -11,7 +11,6 @@ from pathlib import Path
 
 # First Party
 from rbln_sim.activation import LIBRARY_NAME, environment, library_path
-from rbln_sim.elf import dynamic_symbols
 
 # Looked up by name instead of being linked.
 LOOKED_UP = frozenset({"rbln_abi_current", "rbln_abi_min_supported"})
@@ -232,9 +231,22 @@ def behaviour_of(symbol: str) -> Behaviour | None:
     return None
 
 
+def dynamic_symbols(path: Path) -> tuple[set[str], set[str]]:
+    """Return what a shared library defines, and what it needs from others.
+
+    Weak needs are left out: the loader does without them.
+    """
+    listed = subprocess.run(["nm", "-DP", str(path)], capture_output=True, text=True)
+    symbols = [line.split()[:2] for line in listed.stdout.splitlines()]
+    return (
+        {name.split("@")[0] for name, kind in symbols if kind not in "Uwv"},
+        {name.split("@")[0] for name, kind in symbols if kind == "U"},
+    )
+
+
 def exported() -> frozenset[str]:
     """Return what the simulated library exports."""
-    return dynamic_symbols(library_path()).defined
+    return frozenset(dynamic_symbols(library_path())[0])
 
 
 def needed() -> frozenset[str]:
@@ -266,11 +278,8 @@ def needed() -> frozenset[str]:
     for path in sorted(map(Path, paths)):
         if path.name == LIBRARY_NAME or not path.is_file():
             continue
-        try:
-            symbols = dynamic_symbols(path)
-        except ValueError:
-            continue
-        defined |= symbols.defined
+        offers, wants = dynamic_symbols(path)
+        defined |= offers
         if package in path.resolve().parents:
-            undefined |= symbols.undefined
+            undefined |= wants
     return frozenset(undefined - defined)

@@ -61,22 +61,6 @@ class Operation:
     end: int
     failed: bool = False
 
-    def __post_init__(self) -> None:
-        """Raise ValueError if it is none that the simulator writes."""
-        numbers = [self.pid, self.thread, self.bytes, self.descriptors, self.device]
-        numbers += [self.begin, self.end]
-        if self.stream is not None:
-            numbers.append(self.stream)
-        if not all(type(number) is int and number >= 0 for number in numbers):
-            raise ValueError("a number is missing or negative")
-        if self.kind not in KINDS:
-            raise ValueError(f"there is no kind {self.kind!r}")
-        ways = (LINK, HOST, HIDDEN) if self.kind in COPIES else (None,)
-        if self.via not in ways:
-            raise ValueError(f"a {self.kind} does not go via {self.via!r}")
-        if self.end < self.begin:
-            raise ValueError("its times are wrong: it ends before it begins")
-
     @property
     def label(self) -> str:
         """The kind, and the way of a copy that did not take the link as asked for."""
