@@ -9,6 +9,7 @@ each with one line that begins with the mark.
 from __future__ import annotations
 
 # Standard
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 import json
@@ -112,26 +113,7 @@ class Worker:
             When it began and ended, and each submission's time on this thread.
         """
         keys = [self._key(turn, r, "store") for r in range(self._load.requests)]
-        calls, futures = [], []
-        begin = time.perf_counter()
-        for request, key in enumerate(keys):
-            start = time.perf_counter()
-            event = self._context.create_recorded_event()
-            future = self._context.submit_store(
-                key.request_id,
-                key,
-                self._caches,
-                [self._blocks(request, restored=False)],
-                event,
-                1,
-            )
-            calls.append(time.perf_counter() - start)
-            futures.append(future)
-        done = [future.result(timeout=_TIMEOUT_S) for future in futures]
-        end = time.perf_counter()
-        if not all(done):
-            raise RuntimeError("the server did not take every store; see its log")
-        return {"begin": begin, "end": end, "calls": calls}
+        return self._transfer(self._context.submit_store, keys, restored=False)
 
     def restore(self, turn: int) -> dict[str, Any]:
         """Look all requests up, then restore all at once.
@@ -142,26 +124,29 @@ class Worker:
         for request in range(self._load.requests):
             self._look_up(self._key(turn, request, "restore", lookup=True))
         keys = [self._key(turn, r, "restore") for r in range(self._load.requests)]
+        answer = self._transfer(self._context.submit_retrieve, keys, restored=True)
+        for key in keys:
+            self._client.end_session(key.request_id).result(timeout=_TIMEOUT_S)
+        return answer
+
+    def _transfer(
+        self, submit: Callable[..., Any], keys: list[Any], restored: bool
+    ) -> dict[str, Any]:
         calls, futures = [], []
         begin = time.perf_counter()
         for request, key in enumerate(keys):
             start = time.perf_counter()
-            future = self._context.submit_retrieve(
-                key.request_id,
-                key,
-                self._caches,
-                [self._blocks(request, restored=True)],
-                self._context.create_recorded_event(),
-                1,
-            )
+            blocks = [self._blocks(request, restored)]
+            event = self._context.create_recorded_event()
+            future = submit(key.request_id, key, self._caches, blocks, event, 1)
             calls.append(time.perf_counter() - start)
             futures.append(future)
         done = [future.result(timeout=_TIMEOUT_S) for future in futures]
         end = time.perf_counter()
         if not all(done):
-            raise RuntimeError("a stored request was not restored; see the log")
-        for key in keys:
-            self._client.end_session(key.request_id).result(timeout=_TIMEOUT_S)
+            raise RuntimeError(
+                "the server did not take or give everything; see its log"
+            )
         return {"begin": begin, "end": end, "calls": calls}
 
     def _look_up(self, key: Any) -> None:

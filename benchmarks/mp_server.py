@@ -17,7 +17,7 @@ from __future__ import annotations
 
 # Standard
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from pathlib import Path
 from types import FrameType
 import argparse
@@ -85,17 +85,8 @@ def transfer_table(transfers: Sequence[_mp_transfer.Transfer]) -> str:
     header = ["transport", "workers", "MB/request", "stored GB/s", "restored GB/s"]
     header += ["store ms on engine", "longest", "restore ms on engine", "longest"]
     lines = [
-        [
-            t.transport,
-            str(t.workers),
-            f"{t.request_bytes / 1e6:.1f}",
-            f"{t.stored_gb_per_s:.2f}",
-            f"{t.restored_gb_per_s:.2f}",
-            f"{t.store_ms:.2f}",
-            f"{t.store_max_ms:.2f}",
-            f"{t.restore_ms:.2f}",
-            f"{t.restore_max_ms:.2f}",
-        ]
+        [t.transport, str(t.workers), f"{t.request_bytes / 1e6:.1f}"]
+        + [f"{value:.2f}" for value in astuple(t)[3:]]
         for t in transfers
     ]
     return _report.table(header, lines)
@@ -105,14 +96,8 @@ def gaps_table(gaps: Sequence[_gaps.Gaps]) -> str:
     """Return the table of times between tokens."""
     header = ["restores", "MB each", "number", "gap ms", "95 %", "longest"]
     lines = [
-        [
-            g.restores,
-            f"{g.restored_bytes / 1e6:.1f}",
-            str(g.count),
-            f"{g.median_ms:.1f}",
-            f"{g.p95_ms:.1f}",
-            f"{g.longest_ms:.1f}",
-        ]
+        [g.restores, f"{g.restored_bytes / 1e6:.1f}", str(g.count)]
+        + [f"{ms:.1f}" for ms in (g.median_ms, g.p95_ms, g.longest_ms)]
         for g in gaps
     ]
     return _report.table(header, lines)
@@ -122,13 +107,7 @@ def ttft_table(points: Sequence[_ttft.FirstToken]) -> str:
     """Return the table of times to first token, with the break-even length."""
     header = ["prompt tokens", "restored", "TTFT cold ms", "TTFT warm ms", "cold/warm"]
     lines = [
-        [
-            str(p.tokens),
-            str(p.restored_tokens),
-            f"{p.cold_ms:.0f}",
-            f"{p.warm_ms:.0f}",
-            f"{p.cold_ms / p.warm_ms:.2f}",
-        ]
+        [f"{value:.0f}" for value in astuple(p)] + [f"{p.cold_ms / p.warm_ms:.2f}"]
         for p in points
     ]
     length = _ttft.break_even(points)
