@@ -14,9 +14,10 @@ import random
 import pytest
 
 # First Party
-from lmcache_rbln.diagnose import __main__ as command
+from lmcache_rbln.diagnose import __main__ as command, probe
 from lmcache_rbln.diagnose.probe import Facts
 from lmcache_rbln.diagnose.settings import check_settings, examine
+from lmcache_rbln.settings import table
 
 SECRET = "hunter2-Zx9"
 ROUNDS = 400
@@ -106,9 +107,6 @@ def test_any_command_line_and_any_facts(
 def test_any_configuration(tmp_path: Path) -> None:
     dice = random.Random(15)
     file = tmp_path / "lmcache.yaml"
-    # First Party
-    from lmcache_rbln.settings import table
-
     names = list(table.definitions())
     for number in range(ROUNDS):
         environment = {
@@ -149,9 +147,6 @@ def test_any_configuration(tmp_path: Path) -> None:
 def test_what_a_probe_is_asked_is_not_on_its_command_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # First Party
-    from lmcache_rbln.diagnose import probe
-
     asked: list[Any] = []
 
     def run(*arguments: Any) -> tuple[str, str]:

@@ -19,11 +19,16 @@ import random
 # Third Party
 import pytest
 import yaml
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 # First Party
 from lmcache_rbln.diagnose.report import FAIL
 from lmcache_rbln.diagnose.settings import check_chunk, check_settings, examine
 from lmcache_rbln.settings import table
+from lmcache.integration.vllm import utils
+from lmcache_rbln._lmcache import in_process
+from lmcache_rbln.integration.vllm import connector, requests, service
+from lmcache_rbln.settings.check import examine as all_settings
 
 pytestmark = pytest.mark.npu
 IN_PROCESS = "RBLNLMCacheConnectorV1"
@@ -210,12 +215,6 @@ def start_engine(monkeypatch: pytest.MonkeyPatch) -> Callable[[Configuration], A
 
     It returns LMCache's configuration, or raises the refusal.
     """
-    # Third Party
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-
-    # First Party
-    from lmcache.integration.vllm import utils
-    from lmcache_rbln.integration.vllm import connector, requests
 
     def stock(*_: Any, **__: Any) -> None:
         raise ReachedStartError
@@ -284,9 +283,6 @@ def accepted(
     seed: int, configuration: Configuration, facts: dict[str, Any], config: Any
 ) -> None:
     """LMCache has the values that the table promised."""
-    # First Party
-    from lmcache_rbln.settings.check import examine as all_settings
-
     settings, _ = all_settings(os.environ, configuration.connector, configuration.block)
     for name in table.definitions():
         if name in ("extra_config", "lookup_server_worker_ids", "lmcache_instance_id"):
@@ -304,11 +300,6 @@ def test_what_lmcache_applies_again_keeps_every_ranks_own_chunks(
     place: Callable[[Configuration], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # First Party
-    from lmcache.integration.vllm import utils
-    from lmcache_rbln._lmcache import in_process
-    from lmcache_rbln.integration.vllm import service
-
     place(Configuration())
     monkeypatch.setattr(utils, "_config_instance", None)
     vllm_config: Any = SimpleNamespace(

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 # First Party
-from lmcache.v1.config import LMCacheEngineConfig
+from lmcache.v1.config import LMCacheEngineConfig, _CONFIG_ALIASES
 from lmcache_rbln.settings import table
+from lmcache_rbln._lmcache import in_process
 
 
 def test_the_table_names_settings_of_lmcache() -> None:
@@ -75,9 +76,6 @@ def test_values_that_end_lmcache_with_an_error_that_names_nothing(
 
 
 def test_a_hash_that_lmcache_replaces_by_pythons() -> None:
-    # First Party
-    from lmcache_rbln._lmcache import in_process
-
     assert table.read("pre_caching_hash_algorithm", "sha265")[1]
     for word, hashes in (("sha265", hash), ("builtin", hash), ("sha256_cbor", None)):
         made = in_process("v1.token_database").ChunkedTokenDatabase(
@@ -97,9 +95,6 @@ def test_ranges(name: str) -> None:
 
 
 def test_older_names_are_those_that_lmcache_still_reads() -> None:
-    # First Party
-    from lmcache.v1.config import _CONFIG_ALIASES
-
     for old, new in _CONFIG_ALIASES.items():
         definition = table.definitions()[new]
         kind = definition["type"]

@@ -10,9 +10,11 @@ from typing import Any
 
 # Third Party
 import pytest
+from vllm.config import ParallelConfig
 
 # First Party
 from lmcache_rbln.integration.vllm.combinations import require_tested
+from lmcache_rbln.integration.vllm import combinations
 
 
 def vllm_config(speculative: Any = None, **parallel: Any) -> Any:
@@ -64,12 +66,6 @@ def test_speculative_decoding() -> None:
 
 
 def test_vllm_s_own_configuration_has_these_names() -> None:
-    # Third Party
-    from vllm.config import ParallelConfig
-
-    # First Party
-    from lmcache_rbln.integration.vllm import combinations
-
     made = ParallelConfig()
     for name, _, _ in combinations._PARALLEL:
         assert getattr(made, name) == 1

@@ -12,10 +12,21 @@ import asyncio
 import logging
 import os
 import threading
+import gc
+import weakref
 
 # Third Party
 import pytest
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+# First Party
+from lmcache.integration.vllm import front_process
+from lmcache.v1.config import LMCacheEngineConfig
+from lmcache_rbln._lmcache import in_process
+from lmcache_rbln.integration.vllm import connector, requests, service
+from lmcache_rbln.integration.vllm.connector import RBLNLMCacheConnectorV1
+from lmcache_rbln.settings import Settings
 
 pytestmark = pytest.mark.npu
 ROLES = pytest.mark.parametrize("role", ["SCHEDULER", "WORKER"])
@@ -36,10 +47,6 @@ def vllm_config(extra: dict[str, Any] | None = None) -> Any:
 @pytest.fixture(autouse=True)
 def lmcache_config(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A configuration of the test's own instead of the process's one."""
-    # First Party
-    from lmcache.v1.config import LMCacheEngineConfig
-    from lmcache_rbln.integration.vllm import service
-
     config = LMCacheEngineConfig.from_defaults(chunk_size=256)
     monkeypatch.setattr(service, "lmcache_get_or_create_config", lambda: config)
     monkeypatch.setenv("PYTHONHASHSEED", "0")
@@ -47,12 +54,6 @@ def lmcache_config(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def construct(role: str, config: Any) -> Any:
-    # Third Party
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-
-    # First Party
-    from lmcache_rbln.integration.vllm.connector import RBLNLMCacheConnectorV1
-
     return RBLNLMCacheConnectorV1(config, KVConnectorRole[role], None)
 
 
@@ -78,9 +79,6 @@ def test_settings(
     message: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # First Party
-    from lmcache_rbln.integration.vllm import service
-
     def parse() -> Any:
         pytest.fail("LMCache was asked before the settings were checked")
 
@@ -100,8 +98,6 @@ def test_an_engine_that_cannot_be_made(
     allowed: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It stops the worker, or is said at WARNING; then LMCache goes on without it."""
-    # First Party
-    from lmcache_rbln.integration.vllm import connector, requests, service
 
     def fail(*_: Any) -> None:
         raise OSError("no memory for the CPU tier")
@@ -134,9 +130,6 @@ def test_an_engine_that_cannot_be_made(
 def test_the_scheduler_recomputes_unless_told_otherwise(
     policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # First Party
-    from lmcache_rbln.integration.vllm import requests
-
     class StockReachedError(Exception):
         pass
 
@@ -157,9 +150,6 @@ def test_the_scheduler_recomputes_unless_told_otherwise(
 def test_every_rank_keeps_and_looks_up_its_own_chunks(
     given: list[int] | None, lmcache_config: Any
 ) -> None:
-    # First Party
-    from lmcache_rbln.integration.vllm import service
-
     lmcache_config.lookup_server_worker_ids = given
     config = vllm_config()
     config.parallel_config.world_size = 2
@@ -171,10 +161,6 @@ def test_every_rank_keeps_and_looks_up_its_own_chunks(
 
 def test_lmcaches_api_sets_nothing(lmcache_config: Any) -> None:
     """POST /conf of its internal API server, off by default."""
-    # First Party
-    from lmcache_rbln._lmcache import in_process
-    from lmcache_rbln.integration.vllm import service
-
     conf_api = in_process("v1.internal_api_server.vllm.conf_api")
 
     config = service.engine_config(vllm_config())
@@ -194,9 +180,6 @@ class Manager:
     """LMCache's manager, as far as the connector asks it."""
 
     def __init__(self, healthy: bool, backends: list[str]) -> None:
-        # First Party
-        from lmcache.v1.config import LMCacheEngineConfig
-
         self._healthy = healthy
         self._init_failed_reason = "" if healthy else "KeyError: LocalCPUBackend"
         self.lmcache_engine = SimpleNamespace(
@@ -213,10 +196,6 @@ class Manager:
 
 
 def connector_over(manager: Manager, allow_degraded: bool) -> Any:
-    # First Party
-    from lmcache_rbln.integration.vllm.connector import RBLNLMCacheConnectorV1
-    from lmcache_rbln.settings import Settings
-
     made = RBLNLMCacheConnectorV1.__new__(RBLNLMCacheConnectorV1)
     made._settings = Settings(allow_degraded=allow_degraded)
     made._shutdown_once = threading.Lock()
@@ -246,9 +225,6 @@ def test_recompute_mode_stops_or_is_said(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    # First Party
-    from lmcache_rbln.integration.vllm import connector
-
     refused = connector_over(Manager(*manager), False)
     with pytest.raises(RuntimeError, match=f"{reason}.*rds_x.*allow_degraded"):
         refused._require_healthy()
@@ -270,9 +246,6 @@ def test_a_healthy_start_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_kernel_blocks_unlike_the_scheduler_s_stop_the_registration() -> None:
-    # First Party
-    from lmcache_rbln.integration.vllm.connector import RBLNLMCacheConnectorV1
-
     connector = RBLNLMCacheConnectorV1.__new__(RBLNLMCacheConnectorV1)
     stops: list[None] = []
     parts: dict[str, Any] = {
@@ -306,10 +279,6 @@ def test_a_limit_on_loads_behind_a_cached_prefix(
     computed: int, limit: int, wanted: int
 ) -> None:
     """vLLM is promised what LMCache will load; LMCache ends the engine otherwise."""
-    # First Party
-    from lmcache_rbln._lmcache import in_process
-    from lmcache_rbln.integration.vllm.connector import RBLNLMCacheConnectorV1
-
     impl = in_process("integration.vllm.vllm_v1_adapter").LMCacheConnectorV1Impl
     implementation: Any = impl.__new__(impl)
     implementation.kv_role = "kv_both"
@@ -344,10 +313,6 @@ def test_a_limit_on_loads_behind_a_cached_prefix(
 def test_a_start_that_fails_half_way_ends_what_it_began(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # First Party
-    from lmcache.integration.vllm import front_process
-    from lmcache_rbln.integration.vllm import connector, requests, service
-
     def stock(*_: Any, **__: Any) -> None:
         raise OSError("no socket")
 
@@ -369,10 +334,6 @@ def test_a_start_that_fails_half_way_ends_what_it_began(
 def test_the_scheduler_starts_last_and_forgets_an_earlier_refusal(
     role: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # First Party
-    from lmcache.integration.vllm import front_process
-    from lmcache_rbln.integration.vllm import connector, requests, service
-
     def stock(made: Any, *_: Any, **__: Any) -> None:
         made._lmcache_engine = SimpleNamespace(shutdown=lambda: None)
 
@@ -386,9 +347,6 @@ def test_the_scheduler_starts_last_and_forgets_an_earlier_refusal(
 
 
 def test_nothing_is_begun_before_the_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    # First Party
-    from lmcache_rbln.integration.vllm import requests, service
-
     def begin(*_: Any, **__: Any) -> None:
         raise AssertionError("began")
 
@@ -402,9 +360,6 @@ def test_nothing_is_begun_before_the_checks(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_end_of_the_process_shuts_open_connectors_down_once() -> None:
-    # First Party
-    from lmcache_rbln.integration.vllm import connector
-
     made = connector_over(Manager(True, ["Plugin"]), False)
     connector._open.add(made)
     connector._shut_down_open_connectors()
@@ -414,9 +369,6 @@ def test_the_end_of_the_process_shuts_open_connectors_down_once() -> None:
 
 
 def test_a_forked_child_leaves_its_parent_s_connectors_alone() -> None:
-    # First Party
-    from lmcache_rbln.integration.vllm import connector
-
     made = connector_over(Manager(True, ["Plugin"]), False)
     connector._open.add(made)
     child = os.fork()
@@ -430,13 +382,6 @@ def test_a_forked_child_leaves_its_parent_s_connectors_alone() -> None:
 
 def test_an_open_connector_is_not_kept_alive() -> None:
     """It holds the KV cache, which a program with several engines needs back."""
-    # Standard
-    import gc
-    import weakref
-
-    # First Party
-    from lmcache_rbln.integration.vllm import connector
-
     made = connector_over(Manager(True, ["Plugin"]), False)
     connector._open.add(made)
     alive = weakref.ref(made)

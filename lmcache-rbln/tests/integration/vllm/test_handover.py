@@ -16,6 +16,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_side import Lookup, scheduler_side
 import pytest
+from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.request import Request, RequestStatus
+import torch
+
+# First Party
+from lmcache.integration.vllm.utils import (
+    apply_mm_hashes_to_token_ids,
+    extract_mm_features,
+)
+from lmcache_rbln.integration.vllm import handover
+from lmcache_rbln.integration.vllm.handover import view_of
 
 pytestmark = pytest.mark.npu
 
@@ -23,10 +37,6 @@ BLOCK, CHUNK = 4, 8
 
 
 def request_of(name: str, tokens: int, params: Any = None, **more: Any) -> Any:
-    # Third Party
-    from vllm import SamplingParams
-    from vllm.v1.request import Request
-
     extra = None if params is None else {"kv_transfer_params": params}
     return Request(
         name,
@@ -103,13 +113,6 @@ class Engine:
 
     def step(self) -> None:
         """Schedule one step and run it."""
-        # Third Party
-        from vllm.v1.core.sched.output import (
-            CachedRequestData,
-            NewRequestData,
-            SchedulerOutput,
-        )
-
         output = SchedulerOutput.make_empty()
         output.finished_req_ids = self.finished
         scheduled = output.num_scheduled_tokens
@@ -179,9 +182,6 @@ class Engine:
 
     def preempt(self, name: str) -> None:
         """Take a request's blocks away."""
-        # Third Party
-        from vllm.v1.request import RequestStatus
-
         self.running.remove(name)
         self.preempted.append(name)
         self.blocks.pop(name)
@@ -190,9 +190,6 @@ class Engine:
 
     def finish(self, name: str) -> None:
         """End a request in whatever state it is."""
-        # Third Party
-        from vllm.v1.request import RequestStatus
-
         self.requests[name].status = RequestStatus.FINISHED_ABORTED
         blocks = self.blocks.pop(name, [])
         result = self.call("request_finished", self.requests.pop(name), blocks)
@@ -290,17 +287,11 @@ def test_identity_reaches_lookup_load_and_store() -> None:
 
 
 def adapter(name: str) -> Any:
-    # Third Party
-    from vllm.lora.request import LoRARequest
-
     return LoRARequest(name, 1, f"/adapters/{name}")
 
 
 def test_adapters_are_kept_apart() -> None:
     """vllm-rbln refuses LoRA today; nothing opens when it serves it."""
-    # First Party
-    from lmcache_rbln.integration.vllm.handover import view_of
-
     found = {
         view.terms.identity
         for lora in (None, adapter("a"), adapter("b"))
@@ -316,12 +307,6 @@ def test_adapters_are_kept_apart() -> None:
 
 def test_embeddings_are_kept_out(caplog: pytest.LogCaptureFixture) -> None:
     """Their tokens are placeholders, which LMCache would take for equal prompts."""
-    # Third Party
-    import torch
-
-    # First Party
-    from lmcache_rbln.integration.vllm import handover
-
     connector = scheduler_side(Lookup(CHUNK), BLOCK, CHUNK)
     request = request_of("r", 8, None, prompt_embeds=torch.zeros(8, 2))
     request.prompt_token_ids = None
@@ -338,16 +323,6 @@ def test_embeddings_are_kept_out(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_images_are_told_apart_by_lmcache() -> None:
     """It puts their hashes in place of their tokens, so they need no tag."""
-    # Third Party
-    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
-    import torch
-
-    # First Party
-    from lmcache.integration.vllm.utils import (
-        apply_mm_hashes_to_token_ids,
-        extract_mm_features,
-    )
-    from lmcache_rbln.integration.vllm.handover import view_of
 
     def tokens(identifier: str, offset: int) -> tuple[int, ...]:
         feature = MultiModalFeatureSpec(
@@ -367,9 +342,6 @@ def test_images_are_told_apart_by_lmcache() -> None:
 
 
 def test_a_view_can_only_be_read() -> None:
-    # First Party
-    from lmcache_rbln.integration.vllm.handover import view_of
-
     request = request_of("r", 8, {"ret_first_tok": 1})
     view: Any = view_of(request)
     assert view.kv_transfer_params is None
@@ -387,9 +359,6 @@ def test_a_recovery_reaches_vllm_s_request() -> None:
     engine.requests["r"] = request_of("r", 20)
     while not engine.running:
         engine.step()
-    # Third Party
-    from vllm.v1.request import RequestStatus
-
     request = engine.requests["r"]
     request.status = RequestStatus.RUNNING
     connector.update_connector_output(

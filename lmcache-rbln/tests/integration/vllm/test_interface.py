@@ -12,6 +12,23 @@ import re
 
 # Third Party
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.request import Request
+from vllm_rbln.distributed.kv_transfer.kv_connector.v1 import rbln_lmcache_connector
+from vllm_rbln.distributed.kv_transfer.kv_connector.v1.utils import (
+    SupportsKVCacheRegistrationFinalize,
+)
+
+# First Party
+from lmcache_rbln._lmcache import (
+    GPUConnectorInterface,
+    LMCacheConnectorV1Dynamic,
+    in_process,
+)
+from lmcache_rbln.integration.vllm import private_names
+from lmcache_rbln.integration.vllm.connector import RBLNLMCacheConnectorV1
+from lmcache_rbln.paged_kv import RBLNPagedKVConnector
 
 pytestmark = pytest.mark.npu
 
@@ -22,14 +39,6 @@ _POSITIONAL = (
 
 
 def classes() -> list[tuple[type, type]]:
-    # Third Party
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-
-    # First Party
-    from lmcache_rbln._lmcache import GPUConnectorInterface, LMCacheConnectorV1Dynamic
-    from lmcache_rbln.integration.vllm.connector import RBLNLMCacheConnectorV1
-    from lmcache_rbln.paged_kv import RBLNPagedKVConnector
-
     return [
         (RBLNLMCacheConnectorV1, KVConnectorBase_V1),
         (RBLNLMCacheConnectorV1, LMCacheConnectorV1Dynamic),
@@ -77,19 +86,9 @@ def test_no_method_is_ours_alone_but_those_that_vllm_rbln_asks_for() -> None:
 
 
 def test_vllm_rbln_finds_its_hook_and_the_class() -> None:
-    # Third Party
-    from vllm_rbln.distributed.kv_transfer.kv_connector.v1.rbln_lmcache_connector import (  # noqa: E501
-        RBLNLMCacheConnectorV1,
-    )
-    from vllm_rbln.distributed.kv_transfer.kv_connector.v1.utils import (
-        SupportsKVCacheRegistrationFinalize,
-    )
-
-    # First Party
-    from lmcache_rbln.integration.vllm import connector
-
-    assert RBLNLMCacheConnectorV1 is connector.RBLNLMCacheConnectorV1
-    assert issubclass(RBLNLMCacheConnectorV1, SupportsKVCacheRegistrationFinalize)
+    theirs = rbln_lmcache_connector.RBLNLMCacheConnectorV1
+    assert theirs is RBLNLMCacheConnectorV1
+    assert issubclass(theirs, SupportsKVCacheRegistrationFinalize)
 
 
 @pytest.mark.parametrize(
@@ -98,18 +97,11 @@ def test_vllm_rbln_finds_its_hook_and_the_class() -> None:
     + ["load_specs", "kv_caches", "device", "lookup_client", "lmcache_engine"],
 )
 def test_what_we_use_of_lmcache_s_adapter_is_there(name: str) -> None:
-    # First Party
-    from lmcache_rbln._lmcache import in_process
-
     impl = in_process("integration.vllm.vllm_v1_adapter").LMCacheConnectorV1Impl
     assert re.search(rf"self\.{name}\b|def {name}\(", inspect.getsource(impl))
 
 
 def test_private_names_of_lmcache_are_these_and_in_one_module() -> None:
-    # First Party
-    from lmcache_rbln._lmcache import in_process
-    from lmcache_rbln.integration.vllm import private_names
-
     private = r"(?:adapter|manager|engine|connector|tracker)\.(_[a-z]\w*)"
     source = inspect.getsource(private_names)
     used = {*re.findall(private, source), *re.findall(r'"(_\w+)"', source)}
@@ -138,9 +130,6 @@ def test_private_names_of_lmcache_are_these_and_in_one_module() -> None:
 
 
 def test_what_we_use_of_vllm_s_requests_is_there() -> None:
-    # Third Party
-    from vllm.v1.request import Request
-
     source = inspect.getsource(Request.__init__)
     for name in (
         "num_computed_tokens",
@@ -160,9 +149,6 @@ def test_what_we_use_of_vllm_s_requests_is_there() -> None:
 
 def test_vllm_hashes_no_identity_that_we_do_not_know() -> None:
     """Or else LMCache would share KV where vLLM does not."""
-    # Third Party
-    from vllm.v1.core import kv_cache_utils
-
     source = "".join(
         inspect.getsource(function)
         for name, function in inspect.getmembers(kv_cache_utils, inspect.isfunction)

@@ -18,6 +18,10 @@ from typing import Any
 from one_worker import CHUNK, PagedKV, engine_of
 from scheduler_side import Lookup, scheduler_side
 import pytest
+from vllm.v1.core.sched.output import SchedulerOutput
+
+# First Party
+from lmcache_rbln.integration.vllm.recovery import UnloadedBlocks
 
 pytestmark = pytest.mark.npu
 
@@ -78,9 +82,6 @@ def test_a_lookup_that_finds_less_when_asked_again_holds_less(pins: Pins) -> Non
 @pytest.mark.parametrize("scheduled", [False, True])
 def test_an_ended_request_holds_nothing(pins: Pins, scheduled: bool) -> None:
     """Aborted before its first step, or looked up late, behind its last one."""
-    # Third Party
-    from vllm.v1.core.sched.output import SchedulerOutput
-
     connector = scheduler_side(Lookup(CHUNK), CHUNK, CHUNK)
     if not scheduled:
         connector._adapter.load_specs["r"] = object()
@@ -101,9 +102,6 @@ def test_an_ended_request_holds_nothing(pins: Pins, scheduled: bool) -> None:
 
 def begin_step(connector: Any, pins: Pins, metadata: Any) -> None:
     """Begin a step on a worker that has this engine."""
-    # First Party
-    from lmcache_rbln.integration.vllm.recovery import UnloadedBlocks
-
     connector._adapter._manager = SimpleNamespace(lmcache_engine=pins.engine)
     connector._adapter.kv_caches = {"layer": None}
     connector._adapter._parent = connector

@@ -21,6 +21,21 @@ import random
 # Third Party
 from scheduler_side import scheduler_side
 import pytest
+from vllm import SamplingParams
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+)
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+import torch
 
 # First Party
 from tests.support.serving import tiny_models
@@ -107,9 +122,6 @@ class Runner:
 
     def run(self, output: Any) -> Any:
         """Compute one step."""
-        # Third Party
-        from vllm.v1.outputs import ModelRunnerOutput
-
         computed = {}
         for new in output.scheduled_new_reqs:
             self.blocks[new.req_id] = new.block_ids[0]
@@ -167,17 +179,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def scheduler_of(model: Path, asynchronous: bool, connector: Any) -> tuple[Any, Any]:
     """The scheduler that ``vllm serve`` would have, and what hashes its blocks."""
-    # Third Party
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.utils.hashing import sha256
-    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-    from vllm.v1.kv_cache_interface import (
-        FullAttentionSpec,
-        KVCacheConfig,
-        KVCacheGroupSpec,
-    )
-    import torch
-
     config = EngineArgs(
         model=str(model),
         model_impl="vllm",
@@ -211,13 +212,6 @@ def scheduler_of(model: Path, asynchronous: bool, connector: Any) -> tuple[Any, 
 
 def inside_multi(config: Any, connectors: list[Any]) -> Any:
     """vLLM's ``MultiConnector`` over connectors of ours."""
-    # Third Party
-    from vllm.config import KVTransferConfig
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
-        MultiConnector,
-    )
-
     children = iter(connectors)
     blocks: Any = None
 
@@ -239,10 +233,6 @@ def inside_multi(config: Any, connectors: list[Any]) -> Any:
 
 
 def request_of(name: str, prompt: list[int], tokens: int, hasher: Any) -> Any:
-    # Third Party
-    from vllm import SamplingParams
-    from vllm.v1.request import Request
-
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     return Request(name, list(prompt), params, None, block_hasher=hasher)
 

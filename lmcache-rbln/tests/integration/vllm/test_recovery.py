@@ -11,6 +11,19 @@ from typing import Any
 # Third Party
 import pytest
 import torch
+from vllm import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+)
+from vllm.v1.request import Request, RequestStatus
+
+# First Party
+from lmcache_rbln.integration.vllm.recovery import UnloadedBlocks, roll_back
 
 pytestmark = pytest.mark.npu
 
@@ -24,9 +37,6 @@ class Blocks:
 
 
 def request(status: str = "RUNNING", computed: int = 41, in_flight: int = 1) -> Any:
-    # Third Party
-    from vllm.v1.request import RequestStatus
-
     return SimpleNamespace(
         status=RequestStatus[status],
         num_computed_tokens=computed,
@@ -44,9 +54,6 @@ def rolled_back(
     invalid: set[int],
     given_up: list[list[int]] | None = None,
 ) -> set[int]:
-    # First Party
-    from lmcache_rbln.integration.vllm.recovery import roll_back
-
     pool: Any = Blocks()
     roll_back(requests, blocks, given_up or [], invalid, 10, pool)
     return pool.evicted
@@ -95,21 +102,6 @@ def test_prefixes_of_requests_that_ended_meanwhile_go_too() -> None:
 @pytest.mark.parametrize("ends", ["aborted", "aborted a step ago", "preempted"])
 def test_nobody_hits_a_block_that_was_never_loaded(ends: str) -> None:
     """With vLLM's own block pool and prefix cache."""
-    # Third Party
-    from vllm import SamplingParams
-    from vllm.utils.hashing import sha256
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
-    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-    from vllm.v1.kv_cache_interface import (
-        FullAttentionSpec,
-        KVCacheConfig,
-        KVCacheGroupSpec,
-    )
-    from vllm.v1.request import Request, RequestStatus
-
-    # First Party
-    from lmcache_rbln.integration.vllm.recovery import roll_back
-
     size = 16
     init_none_hash(sha256)
     spec = FullAttentionSpec(
@@ -153,9 +145,6 @@ def test_nobody_hits_a_block_that_was_never_loaded(ends: str) -> None:
 
 
 def test_blocks_stay_unloaded_until_the_scheduler_knows() -> None:
-    # First Party
-    from lmcache_rbln.integration.vllm.recovery import UnloadedBlocks
-
     unloaded = UnloadedBlocks(10)
     spoilt: Any = SimpleNamespace(slot_mapping=torch.arange(30, 50))
     sound: Any = SimpleNamespace(slot_mapping=torch.arange(0, 30))

@@ -7,10 +7,15 @@ from __future__ import annotations
 # Standard
 from types import SimpleNamespace
 from typing import Any
+import logging
 
 # Third Party
 import pytest
 import torch
+
+# First Party
+from lmcache_rbln.integration.vllm import service
+from lmcache_rbln.paged_kv import TransferFailedError
 
 pytestmark = pytest.mark.npu
 
@@ -30,9 +35,6 @@ class Obj:
 
 
 def engine_with(result: Any, async_loading: bool = False) -> Any:
-    # First Party
-    from lmcache_rbln.integration.vllm import service
-
     def call(*_: Any, **__: Any) -> Any:
         if isinstance(result, Exception):
             raise result
@@ -47,9 +49,6 @@ def engine_with(result: Any, async_loading: bool = False) -> Any:
 
 @pytest.mark.parametrize("async_loading", [False, True])
 def test_a_failed_load_is_a_miss(async_loading: bool) -> None:
-    # First Party
-    from lmcache_rbln.paged_kv import TransferFailedError
-
     objects: list[Any] = [Obj(), Obj()]
     error = TransferFailedError("device lost", objects)
     engine = engine_with(error, async_loading)
@@ -61,9 +60,6 @@ def test_a_failed_load_is_a_miss(async_loading: bool) -> None:
 
 
 def test_a_failed_store_keeps_nothing() -> None:
-    # First Party
-    from lmcache_rbln.paged_kv import TransferFailedError
-
     objects: list[Any] = [Obj()]
     engine_with(TransferFailedError("device lost", objects)).store([1], req_id="r")
     assert objects[0].references == 0
@@ -84,12 +80,6 @@ def test_other_errors_are_passed_on() -> None:
 
 
 def test_why_a_backend_could_not_be_made_is_collected() -> None:
-    # Standard
-    import logging
-
-    # First Party
-    from lmcache_rbln.integration.vllm import service
-
     backends = logging.getLogger("lmcache.v1.storage_backend")
     remote = logging.getLogger("lmcache.v1.storage_backend.remote_backend")
     handlers = [list(backends.handlers), list(remote.handlers)]
@@ -108,9 +98,6 @@ def test_why_a_backend_could_not_be_made_is_collected() -> None:
 @pytest.mark.parametrize("enabled", [False, True])
 def test_sockets_of_a_server_that_is_off_are_not_ours(enabled: bool) -> None:
     """Their names begin as a user says, and may be another engine's."""
-    # First Party
-    from lmcache_rbln.integration.vllm import service
-
     config: Any = SimpleNamespace(
         internal_api_server_enabled=enabled,
         internal_api_server_socket_path_prefix="/tmp/api",
