@@ -123,61 +123,43 @@ def test_rbln_is_chosen(pinned: str | None) -> None:
     assert "CLI-only mode" not in output
 
 
-def test_without_autoload_the_stub_is_chosen_with_one_warning() -> None:
+_NO_AUTOLOAD = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+_NO_RUNTIME = {"LD_LIBRARY_PATH": None, "PYTHONPATH": None}
+_NO_DEVICE = {"RBLN_SIM_DEVICES": "0"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "reason"),
+    [
+        (_NO_AUTOLOAD, "TORCH_DEVICE_BACKEND_AUTOLOAD=0"),
+        (_NO_RUNTIME, "Could not find librbln.so"),
+        # As in a program that imports torch first.
+        (_NO_AUTOLOAD | _NO_RUNTIME, "Could not find librbln.so"),
+        pytest.param(_NO_DEVICE, "sees no NPU", marks=pytest.mark.sim),
+    ],
+)
+def test_the_stub_is_chosen_with_one_warning(
+    environment: dict[str, str | None], reason: str
+) -> None:
     pytest.importorskip("torch_rbln")
-    device, output = choose(TORCH_DEVICE_BACKEND_AUTOLOAD="0")
-    assert device == "cpu"
-    assert output.count(_WARNING) == 1
-    assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in output
-
-
-def test_pinned_without_autoload_fails_with_the_reason() -> None:
-    pytest.importorskip("torch_rbln")
-    device, output = choose(
-        LMCACHE_DEVICE_BACKEND="rbln", TORCH_DEVICE_BACKEND_AUTOLOAD="0"
-    )
-    assert not device
-    assert "LMCACHE_DEVICE_BACKEND=rbln, but torch did not load torch_rbln" in output
-
-
-def test_pinned_without_a_runtime_fails_with_the_reason() -> None:
-    pytest.importorskip("torch_rbln")
-    device, output = choose(
-        LMCACHE_DEVICE_BACKEND="rbln", LD_LIBRARY_PATH=None, PYTHONPATH=None
-    )
-    assert not device
-    reason = "LMCACHE_DEVICE_BACKEND=rbln, but torch-rbln lacks its runtime. Could not "
-    assert f"{reason}find librbln.so" in output
-
-
-def test_without_a_runtime_the_stub_is_chosen_with_one_warning() -> None:
-    pytest.importorskip("torch_rbln")
-    device, output = choose(LD_LIBRARY_PATH=None, PYTHONPATH=None)
+    device, output = choose(**environment)
     assert device == "cpu", output
     assert output.count(_WARNING) == 1
-    assert "Could not find librbln.so" in output
+    assert reason in output
 
 
-def test_a_program_that_imports_torch_first_works_without_a_runtime() -> None:
+@pytest.mark.parametrize(
+    ("environment", "reason"),
+    [
+        (_NO_AUTOLOAD, "torch did not load torch_rbln"),
+        (_NO_RUNTIME, "torch-rbln lacks its runtime. Could not find librbln.so"),
+        pytest.param(_NO_DEVICE, "torch.rbln sees no NPU", marks=pytest.mark.sim),
+    ],
+)
+def test_pinned_it_fails_with_the_reason(
+    environment: dict[str, str | None], reason: str
+) -> None:
     pytest.importorskip("torch_rbln")
-    device, output = choose(
-        TORCH_DEVICE_BACKEND_AUTOLOAD="0", LD_LIBRARY_PATH=None, PYTHONPATH=None
-    )
-    assert device == "cpu", output
-    assert output.count(_WARNING) == 1
-    assert "Could not find librbln.so" in output
-
-
-@pytest.mark.sim
-def test_without_a_device_the_stub_is_chosen_with_one_warning() -> None:
-    device, output = choose(RBLN_SIM_DEVICES="0")
-    assert device == "cpu"
-    assert output.count(_WARNING) == 1
-    assert "sees no NPU" in output
-
-
-@pytest.mark.sim
-def test_pinned_without_a_device_fails_with_the_reason() -> None:
-    device, output = choose(LMCACHE_DEVICE_BACKEND="rbln", RBLN_SIM_DEVICES="0")
+    device, output = choose(LMCACHE_DEVICE_BACKEND="rbln", **environment)
     assert not device
-    assert "LMCACHE_DEVICE_BACKEND=rbln, but torch.rbln sees no NPU" in output
+    assert _PINNED + reason in output
