@@ -2,10 +2,8 @@
 """The simulated library exports what torch-rbln needs, and says how true each is."""
 
 # Standard
-from pathlib import Path
 import ctypes
 import fnmatch
-import re
 
 # Third Party
 import pytest
@@ -16,7 +14,6 @@ from rbln_sim.activation import library_path
 from rbln_sim.doctor import symbol_problems
 
 pytestmark = pytest.mark.sim
-README = Path(symbols.__file__).parents[2] / "README.md"
 CONTROL = {
     "rbln_sim_allocation",
     "rbln_sim_check",
@@ -62,7 +59,7 @@ def test_what_is_unsupported_fails_with_its_own_name(
         assert "not simulated" in line, name
 
 
-def test_readme_and_library_are_compared_by_whole_names() -> None:
+def test_table_and_library_are_compared_by_whole_names() -> None:
     """A pattern of the table covers exports only, and no export has two entries."""
     exports = {symbols.base_name(name) for name in symbols.exported() - CONTROL}
     for entry in symbols.BEHAVIOURS:
@@ -113,12 +110,3 @@ def test_dynamic_symbols_of_the_library() -> None:
     assert "rbln_abi_current" in offers
     assert "mmap" in wants
     assert not offers & wants
-
-
-def test_readme_has_the_table() -> None:
-    pattern = r"^\| (`.+`) \| (known|assumed|unsupported) \| (.+) \|$"
-    rows = re.findall(pattern, README.read_text(), re.M)
-    assert rows == [
-        (", ".join(f"`{name}`" for name in entry.names), entry.status, entry.note)
-        for entry in symbols.BEHAVIOURS
-    ]
