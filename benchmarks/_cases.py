@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the block transfer benchmark measures: models, cases and rows. Pure."""
 
-# Future
-from __future__ import annotations
-
 # Standard
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -5,9 +5,6 @@ They are traced in processes of their own: a trace costs time, so what is timed 
 traced.
 """
 
-# Future
-from __future__ import annotations
-
 # Standard
 from collections import defaultdict
 from collections.abc import Sequence

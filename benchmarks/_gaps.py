@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a request that decodes has of others' restores, through `vllm serve`."""
 
-# Future
-from __future__ import annotations
-
 # Standard
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times all contenders of a case in turn."""
 
-# Future
-from __future__ import annotations
-
 # Standard
 from collections import defaultdict
 from collections.abc import Iterator, Mapping

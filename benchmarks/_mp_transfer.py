@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stores and restores of several workers through one LMCache server."""
 
-# Future
-from __future__ import annotations
-
 # Standard
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

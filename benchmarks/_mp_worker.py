@@ -5,9 +5,6 @@ Started by `mp_server`, one process per NPU. It reads commands from stdin and an
 each with one line that begins with the mark.
 """
 
-# Future
-from __future__ import annotations
-
 # Standard
 from collections.abc import Callable
 from dataclasses import dataclass

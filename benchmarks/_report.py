@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tables, JSON and the chart of the benchmarks."""
 
-# Future
-from __future__ import annotations
-
 # Standard
 from collections.abc import Mapping, Sequence
 from importlib import metadata

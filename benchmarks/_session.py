@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory and the calls of one case: floor, stock, generic and ours."""
 
-# Future
-from __future__ import annotations
-
 # Standard
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor

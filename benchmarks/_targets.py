@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The targets of block transfers, and whether rows meet them. Pure."""
 
-# Future
-from __future__ import annotations
-
 # Standard
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

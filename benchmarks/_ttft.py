@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time to first token, computed and restored, through `vllm serve`."""
 
-# Future
-from __future__ import annotations
-
 # Standard
 from collections.abc import Sequence
 from dataclasses import dataclass

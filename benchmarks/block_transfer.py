@@ -7,9 +7,6 @@
 See ``benchmarks/README.md``.
 """
 
-# Future
-from __future__ import annotations
-
 # Standard
 from collections.abc import Sequence
 from dataclasses import asdict

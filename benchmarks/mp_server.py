@@ -12,9 +12,6 @@ a store and of a restore on the engine's thread. Part ``ttft`` sends prompts thr
 beside the engine. All restored bytes and all answers are compared.
 """
 
-# Future
-from __future__ import annotations
-
 # Standard
 from collections.abc import Sequence
 from dataclasses import asdict, astuple

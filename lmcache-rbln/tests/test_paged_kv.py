@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chunks between LMCache's memory objects and the paged KV cache, byte by byte."""
 
-# Future
-from __future__ import annotations
-
 # Standard
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor

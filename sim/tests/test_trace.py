@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reading, summing up and drawing the simulated NPU's traces."""
 
-# Future
-from __future__ import annotations
-
 # Standard
 import json
 import subprocess

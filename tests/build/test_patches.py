@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The patches fit both releases of LMCache to the letter."""
 
-# Future
-from __future__ import annotations
-
 # Standard
 from pathlib import Path
 import ast

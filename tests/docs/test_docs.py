@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the documents say exists, and some test uses it."""
 
-# Future
-from __future__ import annotations
-
 # Standard
 from functools import cache
 from importlib import util

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whatever it is given, the command ends with a report or a usage error."""
 
-# Future
-from __future__ import annotations
-
 # Standard
 from pathlib import Path
 from typing import Any

@@ -5,9 +5,6 @@ Fake packages stand in for broken ones: they come first on ``PYTHONPATH``, so th
 import neither torch nor LMCache and are quick.
 """
 
-# Future
-from __future__ import annotations
-
 # Standard
 from pathlib import Path
 from typing import Any

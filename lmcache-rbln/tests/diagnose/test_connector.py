@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """--kv-transfer-config."""
 
-# Future
-from __future__ import annotations
-
 # Standard
 from typing import Any
 import json

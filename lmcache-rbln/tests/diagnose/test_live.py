@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Against running LMCache servers and a simulated NPU that another process owns."""
 
-# Future
-from __future__ import annotations
-
 # Standard
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The runtime, the NPUs and who uses them, and RDS."""
 
-# Future
-from __future__ import annotations
-
 # Standard
 from pathlib import Path
 from typing import Any

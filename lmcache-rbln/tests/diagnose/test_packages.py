@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Versions against what the packages' own metadata ask for."""
 
-# Future
-from __future__ import annotations
-
 # Standard
 from pathlib import Path
 import sys

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Probes that end in every way a program can."""
 
-# Future
-from __future__ import annotations
-
 # Standard
 from pathlib import Path
 import os

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The two forms of the report."""
 
-# Future
-from __future__ import annotations
-
 # Standard
 import json
 

@@ -3,9 +3,6 @@
 those that they accept.
 """
 
-# Future
-from __future__ import annotations
-
 # Standard
 from collections.abc import Callable
 from dataclasses import dataclass, field

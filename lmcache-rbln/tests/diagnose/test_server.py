@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is asked of a server, and what its answers mean; see ``test_live`` too."""
 
-# Future
-from __future__ import annotations
-
 # Standard
 from typing import Any
 import socket

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the settings are reported; what is wrong with them, ``tests/settings`` says."""
 
-# Future
-from __future__ import annotations
-
 # Standard
 from typing import Any
 import json

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings in their places: what is refused, in which words, and what is only said."""
 
-# Future
-from __future__ import annotations
-
 # Standard
 from pathlib import Path
 from typing import Any

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What may be printed of a setting."""
 
-# Future
-from __future__ import annotations
-
 # Standard
 from typing import Any
 import random

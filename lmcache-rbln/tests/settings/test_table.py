@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table against LMCache: what it refuses, LMCache misreads or breaks on."""
 
-# Future
-from __future__ import annotations
-
 # Standard
 from typing import Any
 

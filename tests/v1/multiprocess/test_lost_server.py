@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What LMCache's client makes of requests whose connection is lost."""
 
-# Future
-from __future__ import annotations
-
 # Standard
 from collections.abc import Iterator
 from typing import Any

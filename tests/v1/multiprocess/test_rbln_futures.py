@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What LMCache's futures do when they complete."""
 
-# Future
-from __future__ import annotations
-
 # Standard
 from typing import Any
 

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What LMCache's server does with the slots of a worker that says nothing for long."""
 
-# Future
-from __future__ import annotations
-
 # Standard
 from types import SimpleNamespace
 from typing import Any

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """LMCache's asynchronous loading: what is loaded stays stored."""
 
-# Future
-from __future__ import annotations
-
 # Standard
 from types import SimpleNamespace
 from typing import Any

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What has not been tested together is refused by name."""
 
-# Future
-from __future__ import annotations
-
 # Standard
 from types import SimpleNamespace
 from typing import Any

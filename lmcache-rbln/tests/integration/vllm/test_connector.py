@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starting the connector: refusals come before anything else, in both roles."""
 
-# Future
-from __future__ import annotations
-
 # Standard
 from collections.abc import Iterator
 from types import SimpleNamespace

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """LMCache gets copies: whatever it does, vLLM's own objects stay as they were."""
 
-# Future
-from __future__ import annotations
-
 # Standard
 from types import SimpleNamespace
 from typing import Any

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Our classes against the installed base classes: names, arguments, abstractness."""
 
-# Future
-from __future__ import annotations
-
 # Standard
 from typing import Any
 from pathlib import Path

@@ -5,9 +5,6 @@ Chunks that stay pinned are never evicted; those released too soon may be gone w
 are to be loaded.
 """
 
-# Future
-from __future__ import annotations
-
 # Standard
 from collections import deque
 from collections.abc import Iterator

@@ -8,9 +8,6 @@ and the next token is made of the last KV. So an answer is that of the request a
 exactly if every block was the right one.
 """
 
-# Future
-from __future__ import annotations
-
 # Standard
 from collections import deque
 from pathlib import Path

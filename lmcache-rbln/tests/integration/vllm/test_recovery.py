@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rolling back after a load that failed."""
 
-# Future
-from __future__ import annotations
-
 # Standard
 from types import SimpleNamespace
 from typing import Any

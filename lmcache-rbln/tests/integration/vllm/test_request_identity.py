@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who shares KV with whom, and what becomes of what a client sends."""
 
-# Future
-from __future__ import annotations
-
 # Standard
 from types import SimpleNamespace
 from typing import Any

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tenants in LMCache's own engine: lookup, store, load, and after a restart."""
 
-# Future
-from __future__ import annotations
-
 # Standard
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV caches of several groups beside a real server: windows, null blocks, failures."""
 
-# Future
-from __future__ import annotations
-
 # Standard
 from collections.abc import Iterator
 from typing import Any

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Restores beside the engine: LMCache's worker adapter, and a server of the test's."""
 
-# Future
-from __future__ import annotations
-
 # Standard
 from collections.abc import Iterator
 from pathlib import Path

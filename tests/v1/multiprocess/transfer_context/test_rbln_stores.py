@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stores beside the engine when their server stalls, restarts or stays away."""
 
-# Future
-from __future__ import annotations
-
 # Standard
 from collections.abc import Iterator
 from typing import Any

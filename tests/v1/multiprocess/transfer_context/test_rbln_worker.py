@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """LMCache's worker beside a real server: failures, tenants, restarts, wrong mode."""
 
-# Future
-from __future__ import annotations
-
 # Standard
 from collections.abc import Iterator
 from pathlib import Path

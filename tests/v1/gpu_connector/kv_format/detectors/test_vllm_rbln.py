@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which format LMCache detects for vLLM-RBLN's KV caches."""
 
-# Future
-from __future__ import annotations
-
 # Standard
 from concurrent.futures import ThreadPoolExecutor
 from importlib import util

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gather and scatter against an independent reference, byte by byte."""
 
-# Future
-from __future__ import annotations
-
 # Standard
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

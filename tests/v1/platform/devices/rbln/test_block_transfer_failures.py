@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transfers that fail midway: what they leave behind, and who is told."""
 
-# Future
-from __future__ import annotations
-
 # Standard
 from collections.abc import Iterator
 from typing import Any

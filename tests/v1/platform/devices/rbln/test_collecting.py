@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pieces collected in device memory: the same bytes, fewer copies to the host."""
 
-# Future
-from __future__ import annotations
-
 # Standard
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

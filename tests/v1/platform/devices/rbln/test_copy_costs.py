@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Direct copies against device-staged ones, at the hardware's figures."""
 
-# Future
-from __future__ import annotations
-
 # Standard
 from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import MagicMock

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole blocks between the KV cache and chunks on the same device."""
 
-# Future
-from __future__ import annotations
-
 # Third Party
 from kv_reference import LAYOUTS, Case, Layout, assert_same_bytes, random_bits, upload
 import pytest

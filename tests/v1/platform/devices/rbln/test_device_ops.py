@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a block transfer refuses, and that nothing has moved by then."""
 
-# Future
-from __future__ import annotations
-
 # Standard
 from typing import Any
 import inspect

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV cache groups that a registration refuses, from vLLM's own description of them."""
 
-# Future
-from __future__ import annotations
-
 # Standard
 from collections.abc import Sequence
 from typing import Any

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which blocks of a KV cache group a transfer moves."""
 
-# Future
-from __future__ import annotations
-
 # Standard
 from types import SimpleNamespace
 from typing import Any

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which native extension is used."""
 
-# Future
-from __future__ import annotations
-
 # Standard
 from collections.abc import Iterator
 from types import ModuleType

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``lmcache.kv_transpose``: plans, and whole transfers in one native call."""
 
-# Future
-from __future__ import annotations
-
 # Standard
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which device LMCache chooses, and what it says about RBLN."""
 
-# Future
-from __future__ import annotations
-
 # Standard
 from types import SimpleNamespace
 from unittest.mock import MagicMock

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings of transfers: ranges with both ends, named where they are refused."""
 
-# Future
-from __future__ import annotations
-
 # Standard
 from collections.abc import Iterator
 import os

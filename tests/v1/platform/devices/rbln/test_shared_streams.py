@@ -4,9 +4,6 @@
 Each test starts a process of its own, since faults are planned for a whole process.
 """
 
-# Future
-from __future__ import annotations
-
 # Standard
 from pathlib import Path
 from typing import Any

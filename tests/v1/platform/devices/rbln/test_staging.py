@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The staging arena: bounded, fair, and nothing of it is lost for good."""
 
-# Future
-from __future__ import annotations
-
 # Standard
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
