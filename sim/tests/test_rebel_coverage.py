@@ -121,18 +121,11 @@ def test_what_is_unsupported_is_not_there(names: set[str]) -> None:
     # Third Party
     from rebel.ops.torch_custom_ops.attn import custom_kernel
 
-    provided, unsupported = tables()
+    provided, _ = tables()
     for name in names - provided:
-        if "sliding_window" in name:
-            continue  # defined, and refused when called: test_rebel_attention.py
         if name.startswith("torch.ops.rbln_triton_ops."):
             with pytest.raises(NotImplementedError, match=name.rpartition(".")[2]):
                 custom_kernel(name.rpartition(".")[2])
         else:
             with pytest.raises(AttributeError, match=name.rpartition(".")[2]):
                 resolve(name)
-    for row in ("decode", "prefill"):
-        kernel = f"sliding_window_attention_naive_{row}"
-        assert f"torch.ops.rbln_triton_ops.{kernel}" in unsupported
-        with pytest.raises(NotImplementedError, match=kernel):
-            custom_kernel(kernel)

@@ -7,8 +7,7 @@ from ._unsupported import missing_attribute
 
 __all__ = ["get_npu_name"]
 
-# A four-chiplet model: vllm-rbln refuses RBLN-CA* for the vLLM implementation of
-# models, and CR13 has attention operators that are not simulated.
+# A four-chiplet model: vllm-rbln refuses RBLN-CA* where models are vLLM's.
 _NPU_NAME = "RBLN-CR03"
 
 

@@ -33,35 +33,45 @@ def write_paged(
         position = stop
 
 
-def read_paged(cache: torch.Tensor, length: int, table: list[int]) -> torch.Tensor:
-    """Read a sequence's first rows from its blocks.
+def read_paged(
+    cache: torch.Tensor, end: int, table: list[int], start: int = 0
+) -> torch.Tensor:
+    """Read a sequence's rows from its blocks.
 
     Args:
         cache: ``[NB, BS, ...]``.
-        length: Number of rows, at most ``len(table) * BS``.
+        end: One past the last row, at most ``len(table) * BS``.
         table: The sequence's block ids in order.
+        start: The first row; no block before its own is read.
 
     Returns:
-        A new ``[length, ...]`` tensor in float64.
+        A new ``[end - start, ...]`` tensor in float64.
     """
-    blocks = -(-length // cache.shape[1])
-    rows = cache[torch.tensor(table[:blocks], dtype=torch.long)]
-    return rows.flatten(0, 1)[:length].double()
+    block_size = cache.shape[1]
+    first = start // block_size
+    blocks = table[first : -(-end // block_size)]
+    rows = cache[torch.tensor(blocks, dtype=torch.long)].flatten(0, 1)
+    return rows[start - first * block_size : end - first * block_size].double()
 
 
-def causal_visibility(start: int, length: int, total: int) -> torch.Tensor:
+def causal_visibility(
+    start: int, length: int, total: int, window: int | None = None
+) -> torch.Tensor:
     """Which keys each query sees when it sees itself and what came before.
 
     Args:
         start: Position of the first query.
         length: Number of queries.
         total: Number of keys.
+        window: How many keys it sees at most, the latest ones; None is all.
 
     Returns:
         A ``[length, total]`` bool tensor.
     """
-    positions = torch.arange(start, start + length)
-    return torch.arange(total) <= positions[:, None]
+    positions = torch.arange(start, start + length)[:, None]
+    keys = torch.arange(total)
+    visible = keys <= positions
+    return visible if window is None else visible & (keys > positions - window)
 
 
 def attend(
