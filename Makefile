@@ -27,7 +27,7 @@ BUILD_TESTS := tests/build
 NEXT_TESTS := tests/v1/gpu_connector tests/v1/multiprocess tests/upstream \
     tests/v1/platform/devices/rbln/test_engine_groups.py \
     tests/integration lmcache-rbln/tests/integration/vllm/test_interface.py \
-    tests/build/test_patches.py \
+    tests/build/test_patches.py tests/e2e/test_hybrid.py \
     tests/e2e/test_transport.py::test_server_restarts_while_the_worker_serves
 TESTS := $(wildcard tests sim/tests lmcache-rbln/tests)
 PYTHON_SOURCES := $(wildcard setup.py conftest.py setup_extensions dev tools lmcache \
@@ -60,7 +60,7 @@ test: setup
 	@$(MAKE) --no-print-directory -j3 test-serving test-others test-native
 
 # Of the second release: detection, transfers through its workers and its server,
-# LMCache's own tests, one engine; and that both releases store the same.
+# LMCache's own tests, three engines; and that both releases store the same.
 test-next: setup-next
 	.venv-next/bin/python -m pytest $(NEXT_TESTS) --runtime sim $(PYTEST_ARGS)
 

@@ -88,7 +88,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         default="auto",
         help="auto takes a real NPU where its stack is installed",
     )
-    parser.add_argument("--model", choices=tiny_models.NAMES, default="qwen3")
+    models = ("qwen3", "llama", "mla")
+    parser.add_argument("--model", choices=models, default="qwen3")
     parser.add_argument("--prompts", type=int, default=4, help="sent at once")
     parser.add_argument("--prompt-tokens", type=int, default=3000)
     parser.add_argument("--max-tokens", type=int, default=16)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from tests.e2e.stack_pool import StackPool
 
 HERE = Path(__file__).parent
-STACK_ORDER = ("", "blocks-first", "kv-first", "mla")
+STACK_ORDER = ("", "blocks-first", "kv-first", "mla", "hybrid", "hybrid-inline")
 
 
 @pytest.fixture(scope="session")

@@ -46,6 +46,8 @@ class StackConfig:
     Attributes:
         name: Name of its folder.
         model: Name of the tiny model.
+        size: Its dimensions.
+        objects_per_chunk: What LMCache keeps of a chunk: more where there are groups.
         block_axis: Block axis of a layer's KV tensor.
         blocks_per_chunk: LMCache's chunk in blocks of 128 tokens.
         shm: Whether KV travels through shared memory, else by pickle.
@@ -62,6 +64,8 @@ class StackConfig:
 
     name: str
     model: str = "qwen3"
+    size: tiny_models.Size = tiny_models.Size()
+    objects_per_chunk: int = 1
     block_axis: int = 0
     blocks_per_chunk: int = 1
     shm: bool = True
@@ -120,7 +124,9 @@ class Stack:
         }
         self.engine = Engine(
             EngineConfig(
-                model=tiny_models.make(config.model, folder.parent / "models"),
+                model=tiny_models.make(
+                    config.model, folder.parent / "models", config.size
+                ),
                 block_size=BLOCK_SIZE,
                 max_model_len=MAX_MODEL_LEN,
                 max_seqs=4,
@@ -221,7 +227,7 @@ class Stack:
         known = len(self.transfers())
         completions = self.engine.complete(prompts, max_tokens)
         new = sum(len(prompt) // self.config.chunk_size for prompt in prompts)
-        self.cache.wait_stored(held + new)
+        self.cache.wait_stored(held + new * self.config.objects_per_chunk)
         assert self.hits() == hits, "a cold prompt was found in LMCache"
         wait_until(
             lambda: (

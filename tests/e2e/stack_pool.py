@@ -2,13 +2,24 @@
 """The stacks that the end-to-end tests share, one running at a time."""
 
 # Standard
+from dataclasses import replace
 from pathlib import Path
 import os
 
 # First Party
-from tests.e2e.stack import Stack, StackConfig
+from tests.e2e.stack import BLOCK_SIZE, Stack, StackConfig
+from tests.support.serving import tiny_models
 from tests.support.serving.runtime import Runtime
 
+# On the NPU where vLLM-RBLN keeps windows in blocks.
+HYBRID = StackConfig(
+    "hybrid",
+    model="gemma3",
+    size=tiny_models.Size(layers=3, window=BLOCK_SIZE),
+    objects_per_chunk=3,
+    env={"RBLN_FORCE_NPU_NAME": "RBLN-CR13"},
+    num_blocks=40,
+)
 STACKS = {
     # As the user page says, prefix caching included; blocks-first KV, pinned backend.
     "blocks-first": StackConfig("blocks-first", blocks_per_chunk=2),
@@ -32,6 +43,15 @@ STACKS = {
     # request, as vLLM does by default.
     "mla": StackConfig(
         "mla", model="mla", prefix_caching=False, load_failure_policy=None
+    ),
+    # Full attention beside windows of a chunk and a part of one. vLLM-RBLN takes the
+    # scheduler's blocks for them where it finds parts of blocks too.
+    "hybrid": replace(
+        HYBRID, size=tiny_models.Size(layers=3, window=200), max_batched_tokens=64
+    ),
+    # Windows of a block, where it does not; half of a chunk. Without shared memory.
+    "hybrid-inline": replace(
+        HYBRID, name="hybrid-inline", blocks_per_chunk=2, shm=False
     ),
 }
 

@@ -17,7 +17,7 @@ from typing import Any
 # Third Party
 import numpy as np
 
-NAMES = ("qwen3", "llama", "mla")
+NAMES = ("qwen3", "llama", "mla", "gemma3")
 VOCAB_SIZE = 512
 
 _SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")
@@ -40,6 +40,7 @@ class Size:
         hidden: Size of the residual stream.
         intermediate: Size of the MLP.
         max_positions: Longest sequence.
+        window: What a layer of ``gemma3`` sees, in tokens; its last one sees all.
     """
 
     layers: int = 2
@@ -49,6 +50,7 @@ class Size:
     hidden: int = 128
     intermediate: int = 256
     max_positions: int = 4096
+    window: int = 128
 
     def __post_init__(self) -> None:
         """Refuse sizes that no runtime would take.
@@ -75,22 +77,22 @@ def _config(kind: str, size: Size, dtype: str) -> dict[str, Any]:
         "bos_token_id": 1,
         "dtype": dtype,
         "eos_token_id": 2,
+        "head_dim": size.head_dim,
         "hidden_act": "silu",
         "hidden_size": size.hidden,
         "intermediate_size": size.intermediate,
         "max_position_embeddings": size.max_positions,
         "num_attention_heads": size.heads,
         "num_hidden_layers": size.layers,
+        "num_key_value_heads": size.kv_heads,
         "rms_norm_eps": 1e-6,
         "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
         "tie_word_embeddings": False,
         "vocab_size": VOCAB_SIZE,
     }
-    grouped = {"head_dim": size.head_dim, "num_key_value_heads": size.kv_heads}
     if kind == "qwen3":
         return {
             **common,
-            **grouped,
             "architectures": ["Qwen3ForCausalLM"],
             "model_type": "qwen3",
             "layer_types": ["full_attention"] * size.layers,
@@ -98,10 +100,21 @@ def _config(kind: str, size: Size, dtype: str) -> dict[str, Any]:
     if kind == "llama":
         return {
             **common,
-            **grouped,
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
             "mlp_bias": False,
+        }
+    if kind == "gemma3":
+        layers = ["sliding_attention"] * (size.layers - 1) + ["full_attention"]
+        return {
+            **common,
+            "architectures": ["Gemma3ForCausalLM"],
+            "model_type": "gemma3_text",
+            "hidden_activation": "gelu_pytorch_tanh",
+            "layer_types": layers,
+            "query_pre_attn_scalar": size.head_dim,
+            "rope_parameters": dict.fromkeys(layers, common["rope_parameters"]),
+            "sliding_window": size.window,
         }
     return {
         **common,
@@ -139,15 +152,13 @@ def _attention_shapes(kind: str, size: Size) -> dict[str, tuple[int, ...]]:
             "o_proj": (size.hidden, values),
         }
     keys = size.kv_heads * size.head_dim
-    norms: dict[str, tuple[int, ...]] = {}
-    if kind == "qwen3":
-        norms = {"q_norm": (size.head_dim,), "k_norm": (size.head_dim,)}
+    norms = () if kind == "llama" else ("q_norm", "k_norm")
     return {
         "q_proj": (values, size.hidden),
         "k_proj": (keys, size.hidden),
         "v_proj": (keys, size.hidden),
         "o_proj": (size.hidden, values),
-        **norms,
+        **dict.fromkeys(norms, (size.head_dim,)),
     }
 
 
@@ -159,6 +170,9 @@ def _shapes(kind: str, size: Size) -> Iterator[tuple[str, tuple[int, ...]]]:
         for name, shape in _attention_shapes(kind, size).items():
             yield f"{prefix}.self_attn.{name}.weight", shape
         yield f"{prefix}.post_attention_layernorm.weight", (size.hidden,)
+        if kind == "gemma3":
+            for name in ("pre_feedforward_layernorm", "post_feedforward_layernorm"):
+                yield f"{prefix}.{name}.weight", (size.hidden,)
         for name in ("gate_proj", "up_proj"):
             yield f"{prefix}.mlp.{name}.weight", (size.intermediate, size.hidden)
         yield f"{prefix}.mlp.down_proj.weight", (size.hidden, size.intermediate)
@@ -245,8 +259,8 @@ def make(
     """Write a model, replacing one of the same kind.
 
     Args:
-        kind: ``qwen3`` (grouped-query attention with norms), ``llama``
-            (grouped-query attention) or ``mla`` (DeepSeek-V2).
+        kind: ``qwen3``, ``llama`` (grouped-query attention, the first with norms),
+            ``mla`` (DeepSeek-V2) or ``gemma3`` (sliding windows).
         folder: Where the model's own folder, named after ``kind``, is made.
         size: Dimensions; the defaults of :class:`Size` if None.
         dtype: ``float16``, ``bfloat16`` or ``float32``.
