@@ -14,10 +14,11 @@ Kernel = Callable[..., Any]
 
 
 def _over_device_bytes(kernel: Kernel) -> Kernel:
-    def run(*args: Any) -> Result:
+    def run(*args: Any, **options: Any) -> Result:
         device = next(a.device for a in args if on_device(a))
         graph_begin(device.index)
-        result = kernel(*(host_alias(a) if on_device(a) else a for a in args))
+        aliases = (host_alias(a) if on_device(a) else a for a in args)
+        result = kernel(*aliases, **options)
         if isinstance(result, tuple):
             return tuple(to_device(one, device) for one in result)
         return to_device(result, device)
@@ -46,3 +47,25 @@ def define(
     if not torch._C._dispatch_has_kernel_for_dispatch_key(qualified, "PrivateUse1"):
         library.impl(name, _over_device_bytes(kernel), "PrivateUse1")
     torch.library.register_fake(qualified, fake, lib=library)
+
+
+def define_attention(
+    library: torch.library.Library, schema: str, kernel: Kernel, fake: Kernel
+) -> None:
+    """Define an operator that also takes ``is_prompt_sorted``, as vllm-rbln 0.12.1 has.
+
+    That a batch is sorted by length changes how an NPU computes, and not what.
+
+    Args:
+        library: See :func:`define`.
+        schema: See :func:`define`; without that option.
+        kernel: See :func:`define`; gets the other arguments.
+        fake: Likewise.
+    """
+
+    def without(function: Kernel) -> Kernel:
+        return lambda *args, is_prompt_sorted=False: function(*args)
+
+    arguments, arrow, result = schema.rpartition(") -> ")
+    schema = f"{arguments}, *, bool is_prompt_sorted=False{arrow}{result}"
+    define(library, schema, without(kernel), without(fake))

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from ..._unsupported import missing_attribute, not_simulated
-from .._register import Kernel, define
+from .._register import Kernel, define_attention
 from ._paged import (
     Planes,
     blocks_first,
@@ -263,11 +263,11 @@ def _register() -> None:
     namespace = _LIBRARY.ns
     for name, (schema, kernel) in _OPERATORS.items():
         bound = functools.partial(kernel, f"{namespace}.{name}", blocks_first)
-        define(_LIBRARY, name + schema, bound, _like_q)
+        define_attention(_LIBRARY, name + schema, bound, _like_q)
     for phase in _PHASES:
         name = f"paged_flash_causal_mla_naive_{phase}"
         bound = functools.partial(mla_attention, f"{namespace}.{name}")
-        define(_LIBRARY, name + _MLA_SCHEMA, bound, _like_latent)
+        define_attention(_LIBRARY, name + _MLA_SCHEMA, bound, _like_latent)
 
 
 _register()
