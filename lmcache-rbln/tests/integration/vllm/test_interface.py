@@ -151,5 +151,5 @@ def test_vllm_hashes_no_identity_that_we_do_not_know() -> None:
         for name, function in inspect.getmembers(kv_cache_utils, inspect.isfunction)
         if name.endswith(("_extra_hash_keys", "_hash_extra_keys"))
     )
-    read = set(re.findall(r"request\.([a-z]\w*)", source)) - {"lora_name"}
+    read = set(re.findall(r"request\.([a-z]\w*)", source)) - {"lora_name", "lora_path"}
     assert read == {"cache_salt", "lora_request", "mm_features", "prompt_embeds"}
