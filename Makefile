@@ -9,6 +9,8 @@
 #                second release of LMCache that upstream.toml pins
 #   make setup-next   make .venv-next: that release in front of the packages of .venv
 #   make test-next    run its tests there
+#   make setup-stack  make .venv-stack: .venv-next with the next vllm-rbln and its vLLM
+#   make test-stack   run engines there: the demo, each layout, each transport
 #   make test-upstream   LMCache's own tests over our wheel, in about five minutes
 #   make bump VERSION=X.Y.Z   move to another release of LMCache, see docs/bump.md
 #   make clean   remove what builds made; .venv stays (make distclean removes it too)
@@ -29,18 +31,25 @@ NEXT_TESTS := tests/v1/gpu_connector tests/v1/multiprocess tests/upstream \
     tests/integration lmcache-rbln/tests/integration/vllm/test_interface.py \
     tests/build/test_patches.py tests/e2e/test_hybrid.py \
     tests/e2e/test_transport.py::test_server_restarts_while_the_worker_serves
+STACK_TESTS := tests/integration lmcache-rbln/tests/integration \
+    sim/tests/test_rebel_attention.py sim/tests/test_rebel_register.py \
+    tests/e2e/test_restore.py tests/e2e/test_sized.py tests/e2e/test_transport.py \
+    tests/e2e/inprocess/test_documented_launch.py tests/e2e/inprocess/test_partial.py
 TESTS := $(wildcard tests sim/tests lmcache-rbln/tests)
 PYTHON_SOURCES := $(wildcard setup.py conftest.py setup_extensions dev tools lmcache \
     sim lmcache-rbln examples benchmarks tests .buildkite)
 CXX_SOURCES = $(shell git ls-files '*.cc' '*.cpp' '*.h')
 
-.PHONY: setup setup-next test-next test-upstream help demo bench bump test test-serving test-others test-native lint wheel clean distclean
+.PHONY: setup setup-next setup-stack test-next test-stack test-upstream help demo bench bump test test-serving test-others test-native lint wheel clean distclean
 
 setup:
 	@LMCACHE= $(PYTHON) dev/setup_env.py
 
 setup-next: setup
 	@LMCACHE=next $(PYTHON) dev/setup_env.py
+
+setup-stack: setup
+	@LMCACHE=next STACK=next $(PYTHON) dev/setup_env.py
 
 # What the list above says.
 help:
@@ -63,6 +72,11 @@ test: setup
 # LMCache's own tests, three engines; and that both releases store the same.
 test-next: setup-next
 	.venv-next/bin/python -m pytest $(NEXT_TESTS) --runtime sim $(PYTEST_ARGS)
+
+# With the other parts of the next stack: engines, layouts, transports, interfaces.
+test-stack: setup-stack
+	.venv-stack/bin/python -m examples.rbln_demo --folder $(CURDIR)/build/demo-stack
+	.venv-stack/bin/python -m pytest $(STACK_TESTS) --runtime sim $(PYTEST_ARGS)
 
 test-upstream: setup
 	$(BIN)/python -m tests.upstream.suites

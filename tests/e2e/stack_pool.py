@@ -53,6 +53,8 @@ STACKS = {
     "hybrid-inline": replace(
         HYBRID, name="hybrid-inline", blocks_per_chunk=2, shm=False
     ),
+    # As the user page says, with the KV cache that vLLM-RBLN makes after its warm-up.
+    "sized": StackConfig("sized", num_blocks=None),
 }
 
 
