@@ -4,6 +4,8 @@
 #   make demo    serve a model with its KV cache in LMCache, on a simulated NPU
 #   make test    run all tests
 #   make bench   measure KV transfers against their targets, in about three minutes
+#   make campaign   random traffic with an LMCache server while anything fails;
+#                SEEDS=N or FIRST..LAST
 #   make lint    ruff, mypy, clang-format
 #   make wheel   build both wheels and LMCache's sdist into dist/; LMCACHE=next: of the
 #                second release of LMCache that upstream.toml pins
@@ -40,7 +42,7 @@ PYTHON_SOURCES := $(wildcard setup.py conftest.py setup_extensions dev tools lmc
     sim lmcache-rbln examples benchmarks tests .buildkite)
 CXX_SOURCES = $(shell git ls-files '*.cc' '*.cpp' '*.h')
 
-.PHONY: setup setup-next setup-stack test-next test-stack test-upstream help demo bench bump test test-serving test-others test-native lint wheel clean distclean
+.PHONY: setup setup-next setup-stack test-next test-stack test-upstream help demo bench campaign bump test test-serving test-others test-native lint wheel clean distclean
 
 setup:
 	@LMCACHE= $(PYTHON) dev/setup_env.py
@@ -63,6 +65,10 @@ bench: setup
 	@$(BIN)/python -m benchmarks.block_transfer --check; status=$$?; \
 	$(BIN)/python -m benchmarks.mp_server --quick --part transfer --transport shm \
 	    --check && exit $$status
+
+SEEDS ?= 20
+campaign: setup
+	@$(BIN)/python -m tests.campaigns.multiprocess --seeds $(SEEDS)
 
 # Three parts at once: CI has two cores, and two parts leave a quarter of them idle.
 test: setup
