@@ -26,7 +26,7 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 # pytest's.
 SERVING_TESTS := tests/e2e tests/examples tests/support tests/buildkite tests/docs \
     tests/benchmarks/test_mp_server.py
-# Tests that compile, and so keep CPUs busy: they come last, when the others are ending.
+# Tests that compile.
 BUILD_TESTS := tests/build
 NEXT_TESTS := tests/v1/gpu_connector tests/v1/multiprocess tests/upstream \
     tests/v1/platform/devices/rbln/test_engine_groups.py \
@@ -91,11 +91,12 @@ test-serving:
 	$(BIN)/python -m pytest $(SERVING_TESTS) $(PYTEST_ARGS)
 
 # All of a part runs, whatever fails first. What the sanitizers run is what `make -C sim
-# test` runs; the optimized library is under all other tests.
+# test` runs; the optimized library is under all other tests. Tests that compile follow.
 test-native:
 	@status=0; \
 	$(MAKE) -C sim test-asan test-tsan || status=1; \
 	$(MAKE) -C csrc/kv_transpose test test-asan test-tsan test-portable || status=1; \
+	$(BIN)/python -m pytest $(BUILD_TESTS) $(PYTEST_ARGS) || status=1; \
 	exit $$status
 
 test-others:
@@ -106,7 +107,6 @@ test-others:
 	done; \
 	$(BIN)/python -m pytest $(TESTS) $(SERVING_TESTS:%=--ignore=%) \
 	    $(BUILD_TESTS:%=--ignore=%) $(PYTEST_ARGS) || status=1; \
-	$(BIN)/python -m pytest $(BUILD_TESTS) $(PYTEST_ARGS) || status=1; \
 	exit $$status
 
 lint: setup

@@ -27,13 +27,12 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_twenty_seeds() -> None:
-    done = run("--seeds", "1..20", "--steps", "5")
+    done = run("--seeds", "1..20", "--steps", "3")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "'seeds': 20" in done.stdout
 
 
-@pytest.mark.parametrize("plant", ["two-blocks-swapped", "tenant-dropped"])
-def test_a_planted_fault_is_found(plant: str) -> None:
-    done = run("--seeds", "1..20", "--plant", plant)
+def test_a_planted_fault_is_found() -> None:
+    done = run("--seeds", "1..20", "--plant", "two-blocks-swapped")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "replay: make campaign SEEDS=" in done.stdout
