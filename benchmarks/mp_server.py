@@ -14,7 +14,7 @@ beside the engine. All restored bytes and all answers are compared.
 
 # Standard
 from collections.abc import Sequence
-from dataclasses import asdict, astuple
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 import argparse
@@ -83,7 +83,9 @@ def transfer_table(transfers: Sequence[_mp_transfer.Transfer]) -> str:
     header += ["store ms on engine", "longest", "restore ms on engine", "longest"]
     lines = [
         [t.transport, str(t.workers), f"{t.request_bytes / 1e6:.1f}"]
-        + [f"{value:.2f}" for value in astuple(t)[3:]]
+        + [f"{value:.2f}" for value in (t.stored_gb_per_s, t.restored_gb_per_s)]
+        + [f"{ms:.2f}" for ms in (t.store_ms, t.store_max_ms)]
+        + [f"{ms:.2f}" for ms in (t.restore_ms, t.restore_max_ms)]
         for t in transfers
     ]
     return _report.table(header, lines)
@@ -104,7 +106,9 @@ def ttft_table(points: Sequence[_ttft.FirstToken]) -> str:
     """Return the table of times to first token, with the break-even length."""
     header = ["prompt tokens", "restored", "TTFT cold ms", "TTFT warm ms", "cold/warm"]
     lines = [
-        [f"{value:.0f}" for value in astuple(p)] + [f"{p.cold_ms / p.warm_ms:.2f}"]
+        [str(p.tokens), str(p.restored_tokens)]
+        + [f"{ms:.0f}" for ms in (p.cold_ms, p.warm_ms)]
+        + [f"{p.cold_ms / p.warm_ms:.2f}"]
         for p in points
     ]
     length = _ttft.break_even(points)
