@@ -235,8 +235,12 @@ def dynamic_symbols(path: Path) -> tuple[set[str], set[str]]:
     """Return what a shared library defines, and what it needs from others.
 
     Weak needs are left out: the loader does without them.
+
+    Raises:
+        CalledProcessError: It is no library.
     """
-    listed = subprocess.run(["nm", "-DP", str(path)], capture_output=True, text=True)
+    command = ["nm", "-DP", str(path)]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True)
     symbols = [line.split()[:2] for line in listed.stdout.splitlines()]
     return (
         {name.split("@")[0] for name, kind in symbols if kind not in "Uwv"},
@@ -278,7 +282,10 @@ def needed() -> frozenset[str]:
     for path in sorted(map(Path, paths)):
         if path.name == LIBRARY_NAME or not path.is_file():
             continue
-        offers, wants = dynamic_symbols(path)
+        try:
+            offers, wants = dynamic_symbols(path)
+        except subprocess.CalledProcessError:
+            continue
         defined |= offers
         if package in path.resolve().parents:
             undefined |= wants
